@@ -79,9 +79,16 @@ def test_layers_without_products_of_matrices(folder: Path) -> None:
 def test_every_length_around_a_border(matrices: bool, folder: Path) -> None:
     """Each of the lengths at which a loop ends one column earlier or later."""
     case, launch = CASES[0], CppLaunch(folder)
-    for length in LENGTHS:
+    for length in (*LENGTHS, *((1023, 1024, 1025, 1300) if matrices else ())):
         sample = Sample.of(replace(case, rows=1, seed=length), (length,))
         sample.check(launch, matrices=matrices)
+
+
+def test_scores_may_grow_by_more_than_halves_hold(folder: Path) -> None:
+    """The zero of the exponents moves, and with it all that was added up before."""
+    case = replace(CASES[0], rows=2)
+    sample = Sample.of(case, (1100, 333))
+    replace(sample, queries=sample.queries * 6).check(CppLaunch(folder), matrices=True)
 
 
 def test_values_may_be_tiny_and_their_first_one_zero(folder: Path) -> None:
@@ -139,11 +146,12 @@ def test_every_small_float_is_read(name: str, folder: Path) -> None:
     assert mx.allclose(found, wanted, rtol=1e-6, atol=0.0)
 
 
-def test_where_a_row_begins_does_not_matter(folder: Path) -> None:
+@pytest.mark.parametrize("matrices", [False, True])
+def test_where_a_row_begins_does_not_matter(matrices: bool, folder: Path) -> None:
     """Splits begin at a row's first column: the same tokens at other columns give the same bits."""
     case = CASES[0]
     sample = Sample.of(case, (513,))
-    kernels = case.kernels(CppLaunch(folder))
+    kernels = case.kernels(CppLaunch(folder), matrices=matrices)
     first = int(sample.bounds[0, 0].item())
     queries, rest = sample.queries[:1], (513, SCALE)
     own = sample.records[:1, :, first : first + 513]
@@ -163,7 +171,7 @@ def test_rows_of_one_split_need_one_kernel(matrices: bool, folder: Path) -> None
     given, rest = (sample.queries, sample.records, sample.bounds), (sample.sinks, sample.partials)
     one = kernels.attend(*given, 256, SCALE, *rest)
     assert launch.counts == {f"batchkv_{'matrix_' * matrices}splits_jps": 1}
-    assert mx.array_equal(one, kernels.attend(*given, 300, SCALE, *rest))
+    assert mx.array_equal(one, kernels.attend(*given, kernels.split + 1, SCALE, *rest))
     compare(one, sample.wanted(), sample.case)
 
 

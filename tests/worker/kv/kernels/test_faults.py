@@ -24,7 +24,7 @@ SMALL = Case("nvfp4", "mxfp8", mx.float32, 64, 64, 2, 1, True, 3, 9)
 
 # What is wrong, the case that shows it, the source's text, and its replacement.
 FAULTS = [
-    ("the last column is left out", PLAIN, "- start, SPLIT)", "- start - FAULT(0), SPLIT)"),
+    ("the last column is left out", PLAIN, "min(length - split", "min(length - FAULT(0) - split"),
     ("rows begin a column late", PLAIN, "= bounds[2 * row] +", "= bounds[2 * row] + FAULT(1) +"),
     ("a split has too few columns", PLAIN, "split * SPLIT;", "split * (SPLIT - FAULT(2));"),
     (
@@ -98,46 +98,91 @@ FAULTS = [
     ("a float of 4 bits is wrong", SMALL, "0xC8643210u", "(0xC8643210u + FAULT(26) * 0x1000)"),
     ("scales of other groups", SMALL, "8 * (group % 4)", "8 * (group % 4 ^ FAULT(27))"),
     (
-        "rows of a matrix are exchanged",
+        "columns of a matrix are exchanged",
         MATRIX,
-        "runs[i % 2][group]",
-        "runs[i % 2 ^ FAULT(28)][group]",
+        "(8 * half + of) * WORDS",
+        "(8 * (half ^ FAULT(28)) + of) * WORDS",
     ),
     (
         "pairs are shifted",
         MATRIX,
-        "second_of<KEY_BITS>(2 * k + i)",
-        "second_of<KEY_BITS>(2 * k + i) - FAULT(29)",
+        "second_of<KEY_BITS>(pair)",
+        "second_of<KEY_BITS>(pair) - FAULT(29)",
     ),
     (
         "keys' codes are too large",
         MATRIX,
-        "one.bias - CODED_OFFSET",
-        "one.bias - !FAULT(30) * CODED_OFFSET",
+        "k == 0 ? query_offset[group]",
+        "k == 0 && !FAULT(30) ? query_offset[group]",
     ),
     (
         "values' codes are too large",
         MATRIX,
-        "CODED_OFFSET * down",
-        "!FAULT(31) * CODED_OFFSET * down",
+        "- CODED_OFFSET * offset_total",
+        "- !FAULT(31) * CODED_OFFSET * offset_total",
     ),
-    ("a power of two is wrong", MATRIX, "(254 - power)", "(254 - power + FAULT(32))"),
+    (
+        "sums keep an old zero",
+        MATRIX,
+        "sum[tile] *= less",
+        "sum[tile] *= FAULT(32) ? 1.0f : less",
+    ),
     (
         "a column counts twice",
         MATRIX,
-        "runs[i / 2 * 2 + 1][group]",
-        "runs[i / 2 * 2 + 1 - FAULT(33)][group]",
+        "values[i / 2 * 2 + 1]",
+        "values[i / 2 * 2 + 1 - FAULT(33)]",
     ),
     ("a nibble is lost", MATRIX, "i % 8 < 4 ? 0x5410", "i % 8 < 4 + FAULT(34) * 4 ? 0x5410"),
     (
-        "one quad's offset is left out",
+        "one quad's bias is left out",
         MATRIX,
-        "SHUFFLE_XOR(added, 2)",
-        "!FAULT(35) * SHUFFLE_XOR(added, 2)",
+        "SHUFFLE_XOR(bias, 2)",
+        "!FAULT(35) * SHUFFLE_XOR(bias, 2)",
     ),
     (
-        *("weights are overwritten before matrices read them", MATRIX),
-        *("BARRIER;\nUNROLL for (int tile", "if (!FAULT(36)) BARRIER;\nUNROLL for (int tile"),
+        *("records are read before they are there", MATRIX),
+        *("WAIT_FOR_COPIES(STAGES - 2)", "WAIT_FOR_COPIES(STAGES - 2 + FAULT(36))"),
+    ),
+    (
+        *("others' copies are not waited for", MATRIX),
+        *("SIMD_BARRIER;\nconst int free", "if (!FAULT(37)) SIMD_BARRIER;\nconst int free"),
+    ),
+    (
+        "a copy overwrites what is read",
+        MATRIX,
+        "stage == 0 ? STAGES - 1 : stage - 1",
+        "FAULT(38) ? stage : stage == 0 ? STAGES - 1 : stage - 1",
+    ),
+    (
+        "columns after the last weigh",
+        MATRIX,
+        "score[tile][i] : NO_SCORE",
+        "score[tile][i] : FAULT(39) ? 100.0f : NO_SCORE",
+    ),
+    (
+        "records after the last are read",
+        MATRIX,
+        "i * COPY < num_words",
+        "i * COPY < num_words || FAULT(40)",
+    ),
+    (
+        "a nibble is 16 times too large",
+        MATRIX,
+        "(1.0f / times_across<VALUE_BITS>(own))",
+        "(FAULT(41) ? 1.0f : 1.0f / times_across<VALUE_BITS>(own))",
+    ),
+    (
+        "totals keep an old zero",
+        MATRIX,
+        "total[tile][group][k][i] *= of_lines[i % 2]",
+        "total[tile][group][k][i] *= FAULT(42) ? 1.0f : of_lines[i % 2]",
+    ),
+    (
+        "simdgroups are not weighed",
+        MATRIX,
+        "(EXP2(ZERO_OF(part) - top_of(line)) *",
+        "((FAULT(43) ? 1.0f : EXP2(ZERO_OF(part) - top_of(line))) *",
     ),
 ]
 CHANGES = tuple((text, other) for _, _, text, other in FAULTS)
@@ -150,8 +195,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[PLAIN, MIXED, SMALL, MATRIX], ids=lambda case: case.keys)
 def sample(request: pytest.FixtureRequest) -> Sample:
-    """Rows of several splits."""
-    return Sample.of(request.param, (513, 290, 31))
+    """Rows of several splits; with matrices, of scores that grow by more than halves hold."""
+    if request.param != MATRIX:
+        return Sample.of(request.param, (513, 290, 31))
+    found = Sample.of(request.param, (1100, 290, 31))
+    return replace(found, queries=found.queries * 6)
 
 
 def test_planted_faults_are_seen(sample: Sample, folder: Path) -> None:

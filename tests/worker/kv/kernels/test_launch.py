@@ -68,7 +68,7 @@ def test_sources_are_short() -> None:
     """MLX formats a kernel's source at each call."""
     for body in BODIES:
         source, functions = body.source("metal_start"), body.functions
-        assert len(source) + len(functions) < 20_000
+        assert len(source) + len(functions) < 22_000
         assert not any(line.startswith((" ", "//")) for line in source.splitlines())
         assert all(f"{name}" in source for name in body.inputs)
 

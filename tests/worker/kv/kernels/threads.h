@@ -26,9 +26,15 @@ static inline float ceil(float number) { return ceilf(number); }
 #define FN static inline
 #define GLOBAL
 #define UNROLL
+#define UNROLL_4
 #define BARRIER wait_for_group()
 #define DEVICE_BARRIER wait_for_group()
 #define SHUFFLE_XOR(number, other) shuffled(number, other)
+#define SHUFFLE(number, lane) shuffled_from(number, lane)
+#define ANY(flag) is_any(flag)
+#define LOCAL
+#define SIMD_BARRIER shuffled(0.0f, 0)
+#define READ_AS(is_local, type, from) READ(type, from)
 #define READ(type, from) (*(const GLOBAL type*)(from))
 #define KEEP(pointer)
 #define MASKED(word, mask) (((word) & (mask)) | 0x4B000000u)
@@ -37,6 +43,8 @@ static inline float ceil(float number) { return ceilf(number); }
 #define AS_FLOAT(bits) as<float>(uint32_t(bits))
 #define AS_UINT(number) as<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as<type>(uint16_t(bits))
+#define LOWER(type, word) float(FROM_BITS(type, word))
+#define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
 #ifndef AS_ON_GPU
 #define AS_ON_GPU 0
 #endif
@@ -168,11 +176,69 @@ static float shuffled(float number, int other) {
   return shown[own % 2][partner];
 }
 
+// The number of another lane; all threads of a simdgroup come here.
+static float shuffled_from(float number, int lane) {
+  const int own = num_shuffles[thread] + 1;
+  const int from = thread / 32 * 32 + lane;
+  shuffled(number, 0);
+  if (from >= num_threads || num_shuffles[from] < own || shown_other[own % 2][from] != 0) {
+    _longjmp(failure, MISSED_SHUFFLE);
+  }
+  return shown[own % 2][from];
+}
+
+static bool is_any(bool flag) {
+  bool any = false;
+  const float own = flag ? 1.0f : 0.0f;
+  shuffled(own, 0);
+  const int turn = num_shuffles[thread] % 2;
+  for (int lane = 0; lane < 32; lane++) {
+    any = any || shown[turn][thread / 32 * 32 + lane] != 0.0f;
+  }
+  return any;
+}
+
+// Copies are made when a thread waits for them, as late as they may come.
+struct Copy {
+  uint32_t *to, words[4];
+  int count, group;
+};
+constexpr int MOST_COPIES = 256;
+static Copy copies[MOST_THREADS][MOST_COPIES];
+static int num_copies[MOST_THREADS], num_groups[MOST_THREADS];
+
+#define COPY_WORDS(count, to, from, is_there) copy_words(count, to, from, is_there)
+#define END_COPIES num_groups[thread]++;
+#define WAIT_FOR_COPIES(rest) wait_for_copies(rest)
+
+static void copy_words(int count, uint32_t* to, const uint32_t* from, bool is_there) {
+  Copy& copy = copies[thread][num_copies[thread]++];
+  copy.to = to;
+  copy.count = count;
+  copy.group = num_groups[thread];
+  for (int i = 0; i < count; i++) {
+    copy.words[i] = is_there ? from[i] : 0;
+  }
+}
+
+static void wait_for_copies(int rest) {
+  int kept = 0;
+  for (int i = 0; i < num_copies[thread]; i++) {
+    const Copy copy = copies[thread][i];
+    if (copy.group < num_groups[thread] - rest) {
+      memcpy(copy.to, copy.words, 4 * copy.count);
+    } else {
+      copies[thread][kept++] = copy;
+    }
+  }
+  num_copies[thread] = kept;
+}
+
 #define PERMUTE(one, other, places) permuted(one, other, places)
 #define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
 #define PAIR_SUM(pair) (float(FROM_BITS(half, pair)) + float(FROM_BITS(half, (pair) >> 16)))
 
-#define NIBBLES(word) (((word) & 0x000F000Fu) | 0x64006400u)
+#define NIBBLES(word, mask) (((word) & (mask)) | 0x64006400u)
 
 static inline uint32_t permuted(uint32_t one, uint32_t other, uint32_t places) {
   const uint64_t bytes = uint64_t(other) << 32 | one;
@@ -193,7 +259,7 @@ static uint32_t factors[2][MOST_THREADS][6];
 
 // As the threads of a simdgroup on CUDA have the numbers of such matrices.
 template <int IS_BFLOAT, typename FIRST, typename SECOND>
-static void multiply(FIRST first, SECOND second, float (&sum)[4]) {
+static void multiply(FIRST first, SECOND second, const float (&start)[4], float (&sum)[4]) {
   const int own = (num_shuffles[thread] + 1) % 2;
   memcpy(factors[own][thread], first.at, sizeof(first.at));
   memcpy(factors[own][thread] + 4, second.at, sizeof(second.at));
@@ -202,6 +268,7 @@ static void multiply(FIRST first, SECOND second, float (&sum)[4]) {
   for (int i = 0; i < 4; i++) {
     const int row = thread % 32 / 4 + i / 2 * 8;
     const int column = thread % 4 * 2 + i % 2;
+    sum[i] = start[i];
     for (int k = 0; k < 16; k++) {
       const int place = k % 8 / 2;
       const uint32_t one = factors[own][begin + row % 8 * 4 + place][row / 8 + k / 8 * 2];
@@ -242,6 +309,7 @@ static int run_group(bool is_reversed) {
   const int num_simds = (num_threads + 31) / 32;
   memset(num_shuffles, 0, sizeof(num_shuffles));
   memset(num_barriers, 0, sizeof(num_barriers));
+  memset(num_copies, 0, sizeof(num_copies));
   memset(is_done, 0, sizeof(is_done));
   memset(is_waiting, 0, sizeof(is_waiting));
   is_first_turn = true;

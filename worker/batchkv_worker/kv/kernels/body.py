@@ -40,7 +40,7 @@ class Body:
 def source_text(name: str) -> str:
     """A file of ``source/`` without comments and indents, because MLX formats it at each call."""
     lines = (_FOLDER / f"{name}.h").read_text(encoding="utf-8").splitlines()
-    stripped = (line.split("//")[0].strip() for line in lines)
+    stripped = (" ".join(line.split("//")[0].split()) for line in lines)
     return "".join(f"{line}\n" for line in stripped if line)
 
 

@@ -1,7 +1,7 @@
 """Attention of decode steps over records, and the records of a step, as a few kernels.
 
-The first kernel attends to 256 columns of a row at once, for all query heads of a KV head. The
-second joins these splits, in order, with the partial results of shared prefixes and with sinks. So
+The first kernel attends to a split of a row's columns, for all query heads of a KV head. The second
+joins these splits, in order, with the partial results of shared prefixes and with sinks. So
 the result does not depend on the device's schedule, nor on the columns at which rows begin.
 """
 
@@ -16,12 +16,10 @@ import mlx.core as mx
 from batchkv_worker.kv.kernels.body import PACK, Body, merge_body, splits_body, unpack_body
 from batchkv_worker.kv.kernels.launch import Constant, Launch, Output, Run
 from batchkv_worker.kv.kernels.layout import Form, RecordLayout, TensorLayout
-from batchkv_worker.kv.kernels.variant import SIMDS, SPLIT, UNIT, Variant
+from batchkv_worker.kv.kernels.variant import UNIT, Variant
 from batchkv_worker.kv.types import PackedKV
 
 _SIMD = 32  # threads
-_THREADS = SIMDS * _SIMD
-_GROUP = _THREADS, 1, 1
 _UNPACK_THREADS = 64
 
 
@@ -43,12 +41,15 @@ class Partials:
 class DecodeKernels:
     """The kernels of a layer, for one number of query heads a KV head; ``of`` makes them.
 
-    ``matrices``: with products of matrices. ``runs`` has the kernels that were made.
+    ``matrices``: with products of matrices. A threadgroup of ``threads`` attends to ``split``
+    columns. ``runs`` has the kernels that were made.
     """
 
     variant: Variant
     launch: Launch
     matrices: bool
+    split: int
+    threads: int
     runs: dict[Hashable, Run] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -59,13 +60,18 @@ class DecodeKernels:
 
         ``matrices``: with products of matrices, which Metal's dialect does not have.
         """
-        found = cls(Variant.of(layout, lines), launch, matrices)
-        found.variant.splits_of(matrices=matrices)
-        return found
+        variant = Variant.of(layout, lines)
+        variant.splits_of(matrices=matrices)
+        threads = _SIMD * variant.simds(matrices=matrices)
+        return cls(variant, launch, matrices, variant.split(matrices=matrices), threads)
 
     @property
     def layout(self) -> RecordLayout:
         return self.variant.layout
+
+    @property
+    def _merge(self) -> list[Constant]:
+        return self.variant.merge(matrices=self.matrices)
 
     def attend(
         self,
@@ -80,7 +86,8 @@ class DecodeKernels:
         """Attention of ``queries`` ``[rows, heads, 1, size]`` over columns of ``records``.
 
         Queries are in the basis of storage, and so is the result ``[rows, heads, 1, size]``.
-        ``records`` are ``[rows, kv heads, columns, words]``, perhaps of more rows. ``bounds``
+        ``records`` are ``[rows, kv heads, columns, words]``, perhaps of more rows; columns of a row
+        and head lie one after the other, and so do numbers of a query. ``bounds``
         (int32, ``[rows, 2]``, perhaps of more rows, at least 4) are the first column of each row
         and the one after its last; a row without any has the result 0, unless it has ``partials``.
         No row has more than ``longest``. ``sinks`` are ``[heads]``.
@@ -93,12 +100,13 @@ class DecodeKernels:
         if sinks is not None:
             rest.append(sinks.astype(mx.float32))
         outputs = [((rows, heads, 1, size), self.layout.dtype)]
-        joined = longest <= SPLIT
+        joined = longest <= self.split
         key = joined, partials is not None, sinks is not None
         run = self.runs.get(key) or self._make(key, self._joining(*key))
         if joined:
             inputs = [queries, records, bounds, _scalar(scale), *rest]
-            (out,) = run(inputs, (heads // self.variant.lines * _THREADS, 1, rows), _GROUP, outputs)
+            grid = heads // self.variant.lines * self.threads, 1, rows
+            (out,) = run(inputs, grid, (self.threads, 1, 1), outputs)
             return out
         inputs = [self._splits(queries, records, bounds, longest, scale), bounds, *rest]
         (out,) = run(inputs, (size, heads, rows), (size, 1, 1), outputs)
@@ -118,7 +126,7 @@ class DecodeKernels:
         shape = kv_heads, rows, self.variant.lines
         outputs: list[Output] = [((*shape, size), self.layout.dtype), ((*shape, 1), mx.float32)]
         body = merge_body(prefixes=False, sinks=False, alone=True)
-        run = self.runs.get("alone") or self._make("alone", (body, self.variant.merge))
+        run = self.runs.get("alone") or self._make("alone", (body, self._merge))
         out, score = run([splits, bounds], (size, heads, rows), (size, 1, 1), outputs)
         return score, out
 
@@ -127,7 +135,7 @@ class DecodeKernels:
     ) -> mx.array:
         """Attention to each split of all rows, for ``merge_body``."""
         rows, lines, kv_heads = queries.shape[0], self.variant.lines, records.shape[1]
-        splits = -(-longest // SPLIT)
+        splits = -(-longest // self.split)
         size = self.layout.values.size + 2  # and the highest score, and the sum of weights
         outputs = [((rows, kv_heads, splits, lines, size), mx.float32)]
         inputs = [queries, records, bounds, _scalar(scale)]
@@ -135,7 +143,8 @@ class DecodeKernels:
         if run is None:
             constants = self.variant.splits_of(matrices=self.matrices)
             run = self._make("splits", (splits_body(matrices=self.matrices), constants))
-        (found,) = run(inputs, (kv_heads * _THREADS, splits, rows), _GROUP, outputs)
+        grid = kv_heads * self.threads, splits, rows
+        (found,) = run(inputs, grid, (self.threads, 1, 1), outputs)
         return found
 
     def _joining(self, joined: bool, prefixes: bool, sinks: bool) -> tuple[Body, list[Constant]]:
@@ -145,7 +154,7 @@ class DecodeKernels:
             constants = self.variant.splits_of(matrices=self.matrices)
             body = splits_body(matrices=self.matrices, joined=True, **flags)
             return body, constants
-        return merge_body(**flags, alone=False), self.variant.merge
+        return merge_body(**flags, alone=False), self._merge
 
     def _make(self, key: Hashable, what: tuple[Body, list[Constant]]) -> Run:
         body, constants = what

@@ -13,13 +13,16 @@ from batchkv_worker.kv.kernels.launch import Constant
 from batchkv_worker.kv.kernels.layout import Form, RecordLayout, TensorLayout
 from batchkv_worker.kv.schemes.turbo import Turbo
 
-SPLIT = 256  # columns that one threadgroup attends to
 SIMDS = 2  # simdgroups of a threadgroup: what each does once costs as much as 20 columns
+_MATRIX_SIMDS = (4, 2)  # with products of matrices, as many as memory allows
+_COLUMNS = {False: 128, True: 256}  # of a split, for each simdgroup; with products of matrices
+_STAGES = (3, 2)  # tiles of records that a simdgroup has room for: one is read, others are copied
 UNIT = 8  # numbers that a thread packs
 _AHEAD = 2  # columns that a thread loads before it computes
 _MOST_NUMBERS = 64  # of queries, or of sums, in the registers of a thread
 _MOST_LINES = 16
 _POOL_NUMBERS = 8128  # of outputs: with two for each query head 32 KiB, which Metal allows
+_MATRIX_POOL_WORDS = 12288  # 48 KiB, which CUDA allows without asking
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,14 @@ class Variant:
             *_tensor("VALUE", self.layout.values),
         ]
 
+    def simds(self, *, matrices: bool) -> int:
+        """Simdgroups of a threadgroup."""
+        return self._room[0] if matrices else SIMDS
+
+    def split(self, *, matrices: bool) -> int:
+        """Columns that one threadgroup attends to."""
+        return _COLUMNS[matrices] * self.simds(matrices=matrices)
+
     def splits_of(self, *, matrices: bool) -> list[Constant]:
         """For ``splits_body``; ValueError where there are no products of matrices."""
         return self._matrix_splits() if matrices else self._splits()
@@ -92,20 +103,24 @@ class Variant:
         sharing, layout = self.sharing, self.layout
         keys, values = layout.keys, layout.values
         all_lines = sharing.tiles * -(-self.lines // sharing.tiles)
-        columns = max(self.lines * keys.size, all_lines * SPLIT)
+        columns = max(self.lines * keys.size, all_lines * self.split(matrices=False))
         return [
             *self.record,
             ("LINES", self.lines),
             ("SIMDS", SIMDS),
+            ("SPLIT", self.split(matrices=False)),
             ("TILES", sharing.tiles),
             ("AHEAD", _AHEAD),
             *self._pool(max(columns, sharing.num_outputs(self.lines) * values.size)),
             ("KEY_LANES", sharing.key_lanes),
             ("KEY_PIECE", gcd(keys.size // sharing.key_lanes, keys.group)),
-            ("KEY_WIDE", self._wide(keys, 0, sharing.key_lanes)),
+            ("KEY_WIDE", self._wide(0, keys.num_code_words // sharing.key_lanes)),
             ("VALUE_LANES", sharing.value_lanes),
             ("VALUE_PIECE", gcd(values.size // sharing.value_lanes, values.group)),
-            ("VALUE_WIDE", self._wide(values, layout.offsets[1], sharing.value_lanes)),
+            (
+                "VALUE_WIDE",
+                self._wide(layout.offsets[1], values.num_code_words // sharing.value_lanes),
+            ),
         ]
 
     def _matrix_splits(self) -> list[Constant]:
@@ -114,23 +129,57 @@ class Variant:
         forms = (Form.FLOAT, Form.AFFINE, Form.TURBO)
         if layout.dtype == mx.float32 or any(one.form not in forms for one in (keys, values)):
             raise ValueError(f"no products of matrices for {layout.scheme} in {layout.dtype}")
-        outputs = SIMDS * (values.size + values.num_groups)
+        simds, stages = self._room
+        biases = self.lines * values.size
+        ends = biases + self.lines * values.num_groups
+        region = max(stages * self._tile_words, -(-(ends + 2 * self.lines) // 4) * 4)
+        key_scales, value_scales = layout.offsets[2:]
         return [
             *self.record,
             ("LINES", self.lines),
-            ("SIMDS", SIMDS),
-            *self._pool(self.lines * max(SPLIT, outputs)),
+            ("SIMDS", simds),
+            ("SPLIT", self.split(matrices=True)),
+            ("STAGES", stages),
+            ("REGION", region),
+            ("POOL", simds * region),
+            ("BIASES", biases),
+            ("ENDS", ends),
             ("KEY_BFLOAT", _is_bfloat(keys)),
-            ("KEY_WIDE", self._wide(keys, 0, 4 * keys.num_groups)),
+            ("KEY_WIDE", self._wide(0, keys.num_code_words // (4 * keys.num_groups))),
+            ("KEY_SCALE_WIDE", self._wide(key_scales, keys.num_scale_words)),
             ("VALUE_BFLOAT", _is_bfloat(values)),
-            ("VALUE_WIDE", self._wide(values, layout.offsets[1], 8 * values.num_groups)),
+            (
+                "VALUE_WIDE",
+                self._wide(layout.offsets[1], values.num_code_words // (8 * values.num_groups)),
+            ),
+            ("VALUE_SCALE_WIDE", self._wide(value_scales, values.num_scale_words)),
         ]
 
     @property
-    def merge(self) -> list[Constant]:
-        """For ``merge_body``."""
+    def _tile_words(self) -> int:
+        """Words of the records that a simdgroup multiplies at once."""
+        return 16 * self.layout.words
+
+    @property
+    def _room(self) -> tuple[int, int]:
+        """Simdgroups of a threadgroup, and stages of each; ValueError if memory has no room."""
         values = self.layout.values
-        return [("T", self.layout.dtype), ("VALUE_SIZE", values.size), ("LINES", self.lines)]
+        outputs = self.lines * (values.size + values.num_groups + 2) + 3
+        for simds in _MATRIX_SIMDS:
+            for stages in _STAGES:
+                if simds * max(stages * self._tile_words, outputs) <= _MATRIX_POOL_WORDS:
+                    return simds, stages
+        words = self.layout.words
+        raise ValueError(f"no products of matrices for {self.lines} heads and {words} words")
+
+    def merge(self, *, matrices: bool) -> list[Constant]:
+        """For ``merge_body``."""
+        return [
+            ("T", self.layout.dtype),
+            ("VALUE_SIZE", self.layout.values.size),
+            ("LINES", self.lines),
+            ("SPLIT", self.split(matrices=matrices)),
+        ]
 
     @property
     def pack(self) -> list[Constant]:
@@ -145,9 +194,8 @@ class Variant:
         """Memory of a threadgroup: so many numbers, and two for each query head at the end."""
         return [("POOL", numbers + 2 * self.lines), ("ENDS", numbers)]
 
-    def _wide(self, tensor: TensorLayout, first_word: int, lanes: int) -> int:
+    def _wide(self, first_word: int, words: int) -> int:
         """Words that a thread can load at once: all of its loads begin at a multiple."""
-        words = tensor.num_code_words // lanes
         places = self.layout.words, first_word, words
         return next(wide for wide in (4, 2, 1) if all(place % wide == 0 for place in places))
 

@@ -1,5 +1,5 @@
 // What all bodies share. A dialect defines FN, GLOBAL, LOCAL_ARRAY, UNROLL, BARRIER, SHUFFLE_XOR,
-// READ, KEEP, MASKED, EXP2, LOG2, AS_FLOAT, AS_UINT and FROM_BITS before this.
+// READ, READ_AS, KEEP, MASKED, EXP2, LOG2, AS_FLOAT, AS_UINT, FROM_BITS, LOWER and UPPER before this.
 
 // Forms of a tensor, as layout.Form has them.
 #define FLOAT_FORM 0
@@ -7,7 +7,6 @@
 #define TURBO_FORM 2
 #define MX_FORM 3
 #define NV_FORM 4
-#define SPLIT 256
 #define LOG2E 1.44269504088896340736f
 #define LOWEST -3.0e38f
 
@@ -21,14 +20,14 @@ struct Scale {
 };
 
 // COUNT numbers of BITS bits each, which begin at bit `shift` of a word, moved to bit 0. WIDE words
-// are loaded at once where all runs begin at words.
-template <int COUNT, int BITS, int WIDE>
+// are loaded at once where all runs begin at words. Memory of a threadgroup, if IS_LOCAL.
+template <int COUNT, int BITS, int WIDE, int IS_LOCAL = 0>
 FN Words<(COUNT * BITS + 31) / 32> load_run(const GLOBAL uint32_t* from, int shift) {
   constexpr int NUM = (COUNT * BITS + 31) / 32;
   Words<NUM> run;
   if constexpr (COUNT * BITS % 32 == 0 && WIDE == 4) {
     UNROLL for (int i = 0; i < NUM; i += 4) {
-      const uint4 four = READ(uint4, from + i);
+      const uint4 four = READ_AS(IS_LOCAL, uint4, from + i);
       run.at[i] = four.x;
       run.at[i + 1] = four.y;
       run.at[i + 2] = four.z;
@@ -36,18 +35,18 @@ FN Words<(COUNT * BITS + 31) / 32> load_run(const GLOBAL uint32_t* from, int shi
     }
   } else if constexpr (COUNT * BITS % 32 == 0 && WIDE == 2) {
     UNROLL for (int i = 0; i < NUM; i += 2) {
-      const uint2 two = READ(uint2, from + i);
+      const uint2 two = READ_AS(IS_LOCAL, uint2, from + i);
       run.at[i] = two.x;
       run.at[i + 1] = two.y;
     }
   } else if constexpr (COUNT * BITS % 32 == 0) {
     UNROLL for (int i = 0; i < NUM; i++) {
-      run.at[i] = READ(uint32_t, from + i);
+      run.at[i] = READ_AS(IS_LOCAL, uint32_t, from + i);
     }
   } else {
-    uint32_t low = READ(uint32_t, from);
+    uint32_t low = READ_AS(IS_LOCAL, uint32_t, from);
     UNROLL for (int i = 0; i < NUM; i++) {
-      const uint32_t high = shift + COUNT * BITS > 32 * (i + 1) ? READ(uint32_t, from + i + 1) : 0;
+      const uint32_t high = shift + COUNT * BITS > 32 * (i + 1) ? READ_AS(IS_LOCAL, uint32_t, from + i + 1) : 0;
       run.at[i] = (low >> shift) | ((high << 1) << (31 - shift));
       low = high;
     }
@@ -110,8 +109,22 @@ FN float number_of(Words<NUM> run, int i) {
   }
 }
 
-// A number is its group's scale times what number_of gives, plus the bias. The scales of a record
-// begin at word `at`.
+// A number is its group's scale times what number_of gives, plus the bias. For T of 2 bytes, a word
+// has the scale and the bias of a group, or turbo's scales of two groups.
+template <typename T, int FORM, int BITS>
+FN Scale scale_in(uint32_t word, uint32_t group) {
+  Scale found = {1.0f, 0.0f};
+  if constexpr (FORM == AFFINE_FORM) {
+    found.scale = LOWER(T, word);
+    found.bias = UPPER(T, word);
+  } else if constexpr (FORM == TURBO_FORM) {
+    found.scale = group % 2 ? UPPER(T, word) : LOWER(T, word);
+    found.bias = found.scale * (-0.5f * ((1 << BITS) - 1));
+  }
+  return found;
+}
+
+// The scale of a group of any form. The scales of a record begin at word `at`.
 template <typename T, int FORM, int BITS>
 FN Scale scale_of(const GLOBAL uint32_t* scales, uint32_t at, uint32_t group) {
   Scale found = {1.0f, 0.0f};
@@ -119,16 +132,12 @@ FN Scale scale_of(const GLOBAL uint32_t* scales, uint32_t at, uint32_t group) {
     found.scale = AS_FLOAT(READ(uint32_t, scales + at + 2 * group));
     found.bias = AS_FLOAT(READ(uint32_t, scales + at + 2 * group + 1));
   } else if constexpr (FORM == AFFINE_FORM) {
-    const uint32_t both = READ(uint32_t, scales + at + group);
-    found.scale = float(FROM_BITS(T, both));
-    found.bias = float(FROM_BITS(T, both >> 16));
-  } else if constexpr (FORM == TURBO_FORM) {
-    if constexpr (sizeof(T) == 4) {
-      found.scale = AS_FLOAT(READ(uint32_t, scales + at + group));
-    } else {
-      found.scale = float(FROM_BITS(T, READ(uint32_t, scales + at + group / 2) >> (16 * (group % 2))));
-    }
+    found = scale_in<T, FORM, BITS>(READ(uint32_t, scales + at + group), group);
+  } else if constexpr (FORM == TURBO_FORM && sizeof(T) == 4) {
+    found.scale = AS_FLOAT(READ(uint32_t, scales + at + group));
     found.bias = found.scale * (-0.5f * ((1 << BITS) - 1));
+  } else if constexpr (FORM == TURBO_FORM) {
+    found = scale_in<T, FORM, BITS>(READ(uint32_t, scales + at + group / 2), group);
   } else if constexpr (FORM == MX_FORM) {
     const uint32_t power = (READ(uint32_t, scales + at + group / 4) >> (8 * (group % 4))) & 255;
     found.scale = AS_FLOAT(power == 0 ? 0x400000u : power << 23);

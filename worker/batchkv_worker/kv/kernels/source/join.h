@@ -14,7 +14,7 @@ for (int depth = 0; depth < DEPTH; depth++) {
   }
 }
 #endif
-for (int i = 0; i < num_splits; i++) {
+UNROLL_4 for (int i = 0; i < num_splits; i++) {
   top = max(top, SPLIT_TOP(i));
 }
 #if SINKS
@@ -35,7 +35,7 @@ for (int depth = 0; depth < DEPTH; depth++) {
   }
 }
 #endif
-for (int i = 0; i < num_splits; i++) {
+UNROLL_4 for (int i = 0; i < num_splits; i++) {
   const float weight = EXP2(SPLIT_TOP(i) - top);
   sum += weight * SPLIT_SUM(i);
   total += weight * SPLIT_NUMBER(i);

@@ -4,253 +4,331 @@
 // plus 8; of the product columns 2 * place and 2 * place + 1 of the first factor's rows.
 // The order of the summed numbers is free: it follows from how records are loaded.
 //
-// Keys are rows of first factors, query heads columns of second ones. Then numbers of values are
-// rows, and weights of query heads are columns. Each group has products of its own, for its scale.
+// Query heads are rows of first factors, columns of the records are those of second ones. So the
+// scores lie as weights must lie, as second factors of the values, whose numbers are rows. Each group
+// has products of its own, for its scale.
+//
+// A simdgroup attends to 16 columns at a time, of SIMDS times 16. Their records are copied to memory
+// of its own, which has room for STAGES times 16: so copies are under way at all times, and take no
+// registers. Records of a row and head lie one after the other, and so do numbers of a query.
 constexpr int TILES = (LINES + 7) / 8;
 constexpr int THREADS = 32 * SIMDS;
+constexpr int PARTS = SIMDS;
+constexpr int TURN = 16 * SIMDS;
 constexpr int KEY_GROUPS = KEY_SIZE / KEY_GROUP;
 constexpr int KEY_RUN = KEY_GROUP / 4;
 constexpr int KEY_WORDS = (KEY_RUN * KEY_BITS + 31) / 32;
 constexpr int KEY_STEPS = KEY_GROUP / 16;
+constexpr int KEY_TURN = turn_of(KEY_RUN, KEY_BITS, KEY_WIDE);
+constexpr int KEY_SCALE_WORDS = scale_words(KEY_FORM, KEY_GROUPS);
 constexpr int VALUE_GROUPS = VALUE_SIZE / VALUE_GROUP;
 constexpr int VALUE_RUN = VALUE_GROUP / 8;
 constexpr int VALUE_WORDS = (VALUE_RUN * VALUE_BITS + 31) / 32;
 constexpr int VALUE_STEPS = VALUE_GROUP / 16;
-constexpr int PARTS = SIMDS;
-constexpr int TURN = 16 * SIMDS;
-// Scores and weights, then outputs and what is added to each of their groups; at ENDS the highest
-// scores and the sums of weights.
-LOCAL_ARRAY(float, pool, POOL);
+constexpr int VALUE_TURN = turn_of(VALUE_RUN, VALUE_BITS, VALUE_WIDE);
+constexpr float NO_SCORE = -1e30f;
+constexpr float MOST_SCALED = 4096.0f;
+constexpr float LEAST_SCALE = 1e-18f;
+constexpr int VALUE_SCALE_WORDS = scale_words(VALUE_FORM, VALUE_GROUPS);
+constexpr int COPY = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;  // words that are copied at once
+constexpr int NUM_COPIES = 16 * WORDS / COPY;
+// Of each simdgroup the records, later its outputs, at BIASES what is added to each of their groups,
+// at ENDS the zeros of scores and the sums of weights.
+LOCAL_ARRAY(uint32_t, pool, POOL);
+#define OUTPUT(part, i) pool_floats[(part) * REGION + (i)]
+LOCAL float* const pool_floats = reinterpret_cast<LOCAL float*>(pool);
 
 const int head = GROUP_X;
-const int split = GROUP_Y;
 const int row = GROUP_Z;
+const int part = THREAD_X / 32;
+const int split = GROUP_Y;
+const int length = max(int(bounds[2 * row + 1] - bounds[2 * row]), 0);
 const int start = bounds[2 * row] + split * SPLIT;
-const int count = min(int(bounds[2 * row + 1]) - start, SPLIT);
+const int count = min(length - split * SPLIT, SPLIT);
 #if !JOINED
 if (count <= 0) {
   return;
 }
 #endif
 if (count > 0) {
-const int part = THREAD_X / 32;
 const int lane = THREAD_X % 32;
 const int of = lane / 4;
 const int place = lane % 4;
-const uint32_t step = uint32_t(records_strides[2]);
-const uint32_t last = (count - 1) * step;
 const GLOBAL uint32_t* first = records + row * int64_t(records_strides[0]) +
-    head * int64_t(records_strides[1]) + start * int64_t(records_strides[2]);
-{
-  Words<2> query[TILES][KEY_GROUPS][KEY_STEPS];
-  float query_sum[TILES][KEY_GROUPS][4];
-  const int each = int(queries_strides[3]);
-  Words<4> ones;
+    head * int64_t(records_strides[1]) + start * int64_t(WORDS) + lane * COPY;
+KEEP(first);
+LOCAL uint32_t* const region = pool + part * REGION;
+// Columns after the last one are zeros, and have no weight.
+#define COPY_RECORDS(base, stage)                                                               \
+  if ((base) < count) {                                                                         \
+    const GLOBAL uint32_t* from = first + (base) * WORDS;                                       \
+    LOCAL uint32_t* to = region + (stage) * 16 * WORDS + lane * COPY;                           \
+    const int num_words = min((count - (base)) * WORDS, 16 * WORDS) - lane * COPY;              \
+    UNROLL for (int i = 0; i < NUM_COPIES; i += 32) {                                           \
+      if (i + 32 <= NUM_COPIES || lane < NUM_COPIES - i) {                                      \
+        COPY_WORDS(COPY, to + i * COPY, from + i * COPY, i * COPY < num_words);                 \
+      }                                                                                         \
+    }                                                                                           \
+  }                                                                                             \
+  END_COPIES
+int base = 16 * part;
+UNROLL for (int stage = 0; stage < STAGES - 1; stage++) {
+  COPY_RECORDS(base + stage * TURN, stage)
+}
+
+Words<4> query[KEY_GROUPS][KEY_STEPS];
+float query_sum[KEY_GROUPS][4];
+float query_offset[KEY_GROUPS][4];  // without what the codes' offset adds to products
+const Words<2> offsets = {PAIR(0, -CODED_OFFSET, -CODED_OFFSET), PAIR(0, -CODED_OFFSET, -CODED_OFFSET)};
+const Words<2> units = {PAIR(0, times_of<KEY_BITS>(0), times_of<KEY_BITS>(0)),
+                        PAIR(0, times_of<KEY_BITS>(1), times_of<KEY_BITS>(1))};
+UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
   UNROLL for (int i = 0; i < 4; i++) {
-    ones.at[i] = PAIR(KEY_BFLOAT, 1.0f, 1.0f);
+    query_sum[group][i] = 0.0f;
+    query_offset[group][i] = 0.0f;
   }
-  UNROLL for (int tile = 0; tile < TILES; tile++) {
-    const int line = 8 * tile + of;
-    const GLOBAL T* own = queries + row * int64_t(queries_strides[0]) +
-        (head * LINES + (line < LINES ? line : 0)) * int64_t(queries_strides[1]);
-    UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
-      UNROLL for (int i = 0; i < 4; i++) {
-        query_sum[tile][group][i] = 0.0f;
-      }
-      UNROLL for (int k = 0; k < KEY_STEPS; k++) {
-        UNROLL for (int i = 0; i < 2; i++) {
-          const int begin = group * KEY_GROUP + place * KEY_RUN;
-          const int one = begin + first_of<KEY_BITS>(2 * k + i);
-          const int other = begin + second_of<KEY_BITS>(2 * k + i);
-          const float low = float(own[one * each]);
-          const float high = float(own[other * each]);
-          query[tile][group][k].at[i] = line < LINES ? PAIR(KEY_BFLOAT, low, high) : 0;
-        }
-        multiply<KEY_BFLOAT>(ones, query[tile][group][k], query_sum[tile][group]);
-      }
-    }
-  }
-  const float factor = scale[0] * LOG2E;
-  const uint32_t own = of * step;
-  const GLOBAL uint32_t* codes = first + place * KEY_RUN * KEY_BITS / 32;
-  const int shift = place * KEY_RUN * KEY_BITS % 32;
-  const GLOBAL uint32_t* groups = first + KEY_SCALES;
-  KEEP(codes);
-  KEEP(groups);
-  for (int base = 16 * part; base < count; base += TURN) {
-    Words<KEY_WORDS> runs[2][KEY_GROUPS];
-    Scale scales[2][KEY_GROUPS];
-    UNROLL for (int i = 0; i < 2; i++) {
-      // Columns after the last one are read as the last one, and not used.
-      const uint32_t at = min((base + 8 * i) * step + own, last);
-      UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
-        runs[i][group] = load_run<KEY_RUN, KEY_BITS, KEY_WIDE>(
-            codes + at + group * KEY_GROUP * KEY_BITS / 32, shift);
-        scales[i][group] = scale_of<T, KEY_FORM, KEY_BITS>(groups, at, group);
-      }
-    }
-    UNROLL for (int tile = 0; tile < TILES; tile++) {
-      float score[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
-        float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        UNROLL for (int k = 0; k < KEY_STEPS; k++) {
-          Words<4> keys;
-          UNROLL for (int i = 0; i < 4; i++) {
-            keys.at[i] = pair_of<KEY_BITS>(runs[i % 2][group], 2 * k + i / 2);
-          }
-          multiply<KEY_BFLOAT>(keys, query[tile][group][k], product);
-        }
-        UNROLL for (int i = 0; i < 4; i++) {
-          const Scale one = scales[i / 2][group];
-          score[i] += one.scale * product[i];
-          if (IS_CODED(KEY_FORM)) {
-            score[i] += (one.bias - CODED_OFFSET * one.scale) * query_sum[tile][group][i % 2];
-          }
-        }
-      }
-      UNROLL for (int i = 0; i < 4; i++) {
-        const int line = 8 * tile + 2 * place + i % 2;
-        if (line < LINES) {
-          pool[(base + 8 * (i / 2) + of) * LINES + line] = factor * score[i];
-        }
-      }
-    }
-  }
-}
-BARRIER;
-const int rounded = (count + TURN - 1) / TURN * TURN;
-for (int line = part; line < LINES; line += SIMDS) {
-  float top = LOWEST;
-  for (int column = lane; column < count; column += 32) {
-    top = max(top, pool[column * LINES + line]);
-  }
-  UNROLL for (int other = 1; other < 32; other *= 2) {
-    top = max(top, SHUFFLE_XOR(top, other));
-  }
-  float sum = 0.0f;
-  for (int column = lane; column < rounded; column += 32) {
-    const float weight = column < count ? EXP2(pool[column * LINES + line] - top) : 0.0f;
-    pool[column * LINES + line] = weight;
-    sum += weight;
-  }
-  UNROLL for (int other = 1; other < 32; other *= 2) {
-    sum += SHUFFLE_XOR(sum, other);
-  }
-  if (lane == 0) {
-    pool[ENDS + 2 * line] = top;
-    pool[ENDS + 2 * line + 1] = sum;
-  }
-}
-BARRIER;
-{
-  const GLOBAL uint32_t* codes = first + VALUE_CODES + of * VALUE_RUN * VALUE_BITS / 32;
-  const int shift = of * VALUE_RUN * VALUE_BITS % 32;
-  const GLOBAL uint32_t* groups = first + VALUE_SCALES;
-  KEEP(codes);
-  KEEP(groups);
-  // Weights times scales would be too small for halves: powers of two make the largest scale 1.
-  float up[VALUE_GROUPS];
-  float down[VALUE_GROUPS];
-  UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-    up[group] = 1.0f;
-    down[group] = 1.0f;
-    if (IS_CODED(VALUE_FORM)) {
-      float top = 0.0f;
-      for (int column = lane; column < count; column += 32) {
-        top = max(top, abs(scale_of<T, VALUE_FORM, VALUE_BITS>(groups, column * step, group).scale));
-      }
-      UNROLL for (int other = 1; other < 32; other *= 2) {
-        top = max(top, SHUFFLE_XOR(top, other));
-      }
-      const uint32_t power = min(max(AS_UINT(top) >> 23, 1u), 253u);
-      up[group] = AS_FLOAT((254 - power) << 23);
-      down[group] = AS_FLOAT(power << 23);
-    }
-  }
-  float total[TILES][VALUE_GROUPS][VALUE_STEPS][4];
-  float bias_total[TILES][VALUE_GROUPS];
-  float weight_total[TILES][VALUE_GROUPS];
-  UNROLL for (int tile = 0; tile < TILES; tile++) {
-    UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-      bias_total[tile][group] = 0.0f;
-      weight_total[tile][group] = 0.0f;
-      UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
-        UNROLL for (int i = 0; i < 4; i++) {
-          total[tile][group][k][i] = 0.0f;
-        }
-      }
-    }
-  }
-  for (int base = 16 * part; base < count; base += TURN) {
-    Words<VALUE_WORDS> runs[4][VALUE_GROUPS];
-    Scale scales[4][VALUE_GROUPS];
+  UNROLL for (int k = 0; k < KEY_STEPS; k++) {
     UNROLL for (int i = 0; i < 4; i++) {
-      const uint32_t at = min((base + 4 * place + i) * step, last);
-      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-        runs[i][group] = load_run<VALUE_RUN, VALUE_BITS, VALUE_WIDE>(
-            codes + at + group * VALUE_GROUP * VALUE_BITS / 32, shift);
-        scales[i][group] = scale_of<T, VALUE_FORM, VALUE_BITS>(groups, at, group);
+      const int line = i % 2 * 8 + of;
+      const int pair = 2 * k + i / 2;
+      uint32_t both = 0;
+      if (i % 2 < TILES && line < LINES) {
+        const GLOBAL T* own = queries + row * int64_t(queries_strides[0]) +
+            (head * LINES + line) * int64_t(queries_strides[1]) + group * KEY_GROUP;
+        const float unit = 1.0f / times_of<KEY_BITS>(pair);
+        const float low = own[number_in_group<KEY_TURN, 4>(place, first_of<KEY_BITS>(pair))];
+        const float high = own[number_in_group<KEY_TURN, 4>(place, second_of<KEY_BITS>(pair))];
+        both = PAIR(KEY_BFLOAT, low * unit, high * unit);
+      }
+      query[group][k].at[i] = both;
+    }
+  }
+  UNROLL for (int k = 0; k < (IS_CODED(KEY_FORM) ? KEY_STEPS : 0); k++) {
+    multiply<0>(query[group][k], offsets, query_offset[group], query_offset[group]);
+    multiply<0>(query[group][k], units, query_sum[group], query_sum[group]);
+  }
+}
+const float factor = scale[0] * LOG2E;
+
+// A weight is 2 ^ (score - zero), with a zero for each query head: so that weights times scales are
+// numbers of 2 bytes. It is changed when one of them is too large.
+float zero[TILES];
+float sum[TILES];
+float total[TILES][VALUE_GROUPS][VALUE_STEPS][4];
+float offset_total[TILES][VALUE_GROUPS][4];
+float bias_total[TILES][VALUE_GROUPS];
+Words<4> ones;
+UNROLL for (int i = 0; i < 4; i++) {
+  ones.at[i] = PAIR(VALUE_BFLOAT, 1.0f, 1.0f);
+}
+UNROLL for (int tile = 0; tile < TILES; tile++) {
+  zero[tile] = LOWEST;
+  sum[tile] = 0.0f;
+  UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+    bias_total[tile][group] = 0.0f;
+    UNROLL for (int i = 0; i < 4; i++) {
+      offset_total[tile][group][i] = 0.0f;
+      UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
+        total[tile][group][k][i] = 0.0f;
       }
     }
+  }
+}
+#define COLUMN(i) (2 * place + i % 2 + i / 2 * 8)
+for (int stage = 0; base < count; base += TURN) {
+  WAIT_FOR_COPIES(STAGES - 2);
+  SIMD_BARRIER;
+  const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;
+  COPY_RECORDS(base + (STAGES - 1) * TURN, free_stage)
+  const LOCAL uint32_t* own = region + stage * 16 * WORDS;
+  stage = stage == STAGES - 1 ? 0 : stage + 1;
+  float score[TILES][4];
+  UNROLL for (int i = 0; i < 4; i++) {
     UNROLL for (int tile = 0; tile < TILES; tile++) {
-      const int line = 8 * tile + of;
-      float weight[4];
-      UNROLL for (int i = 0; i < 4; i++) {
-        weight[i] = line < LINES ? pool[(base + 4 * place + i) * LINES + line] : 0.0f;
-      }
-      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-        Words<2> weights;
+      score[tile][i] = 0.0f;
+    }
+  }
+  Words<KEY_SCALE_WORDS> key_scales[4];
+  Words<VALUE_SCALE_WORDS> value_scales[4];
+  UNROLL for (int i = 0; i < 4; i++) {
+    key_scales[i] = load_scales<KEY_FORM, KEY_SCALE_WORDS, KEY_SCALE_WIDE>(
+        own + COLUMN(i) * WORDS + KEY_SCALES);
+    value_scales[i] = load_scales<VALUE_FORM, VALUE_SCALE_WORDS, VALUE_SCALE_WIDE>(
+        own + COLUMN(i) * WORDS + VALUE_SCALES);
+  }
+  UNROLL for (int half = 0; half < 2; half++) {
+    const LOCAL uint32_t* codes =
+        own + (8 * half + of) * WORDS + place * KEY_TURN * KEY_BITS / 32;
+    UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
+      const Words<KEY_WORDS> keys = load_turns<KEY_RUN, KEY_TURN, 4, KEY_BITS, KEY_WIDE>(
+          codes + group * KEY_GROUP * KEY_BITS / 32, place * KEY_TURN * KEY_BITS % 32);
+      float product[4];
+      UNROLL for (int k = 0; k < KEY_STEPS; k++) {
+        Words<2> pairs;
         UNROLL for (int i = 0; i < 2; i++) {
-          const float low = weight[2 * i] * scales[2 * i][group].scale * up[group];
-          const float high = weight[2 * i + 1] * scales[2 * i + 1][group].scale * up[group];
-          weights.at[i] = PAIR(VALUE_BFLOAT, low, high);
-          if (IS_CODED(VALUE_FORM)) {
-            bias_total[tile][group] += weight[2 * i] * scales[2 * i][group].bias +
-                weight[2 * i + 1] * scales[2 * i + 1][group].bias;
-            weight_total[tile][group] += PAIR_SUM(weights.at[i]);
-          }
+          pairs.at[i] = pair_of<KEY_BITS>(keys, 2 * k + i);
         }
-        UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
-          Words<4> values;
-          UNROLL for (int i = 0; i < 4; i++) {
-            values.at[i] = pair_across<VALUE_BITS>(
-                runs[i / 2 * 2][group], runs[i / 2 * 2 + 1][group], 2 * k + i % 2);
+        multiply<KEY_BFLOAT>(query[group][k], pairs, k == 0 ? query_offset[group] : product, product);
+      }
+      UNROLL for (int i = 0; i < 2; i++) {
+        const Scale one = scale_from<T, KEY_FORM, KEY_BITS>(key_scales[2 * half + i], group);
+        UNROLL for (int tile = 0; tile < TILES; tile++) {
+          score[tile][2 * half + i] += one.scale * product[2 * tile + i];
+          if (IS_CODED(KEY_FORM)) {
+            score[tile][2 * half + i] += one.bias * query_sum[group][2 * tile];
           }
-          multiply<VALUE_BFLOAT>(values, weights, total[tile][group][k]);
         }
       }
     }
   }
-  BARRIER;
-  UNROLL for (int tile = 0; tile < TILES; tile++) {
-    UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-      UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
+  if (base + 16 > count) {
+    UNROLL for (int i = 0; i < 4; i++) {
+      UNROLL for (int tile = 0; tile < TILES; tile++) {
+        score[tile][i] = base + COLUMN(i) < count ? score[tile][i] : NO_SCORE;
+      }
+    }
+  }
+  float weight[TILES][4];
+  float scaled[TILES][VALUE_GROUPS][4];
+  bool is_large = false;
+#define WEIGH                                                                       \
+  UNROLL for (int i = 0; i < 4; i++) {                                              \
+    UNROLL for (int tile = 0; tile < TILES; tile++) {                               \
+      weight[tile][i] = EXP2(factor * score[tile][i] - zero[tile]);                         \
+      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {                   \
+        scaled[tile][group][i] = weight[tile][i] *                                  \
+            scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i], group).scale;    \
+        is_large = is_large || abs(scaled[tile][group][i]) > MOST_SCALED;           \
+      }                                                                             \
+    }                                                                               \
+  }
+  WEIGH
+  if (ANY(is_large)) {
+    UNROLL for (int tile = 0; tile < TILES; tile++) {
+      float new_zero = zero[tile];
+      UNROLL for (int i = 0; i < 4; i++) {
+        float most = LEAST_SCALE;
+        UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+          most = max(most, abs(scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i], group).scale));
+        }
+        new_zero = max(new_zero, factor * score[tile][i] + LOG2(most));
+      }
+      UNROLL for (int other = 1; other < 4; other *= 2) {
+        new_zero = max(new_zero, SHUFFLE_XOR(new_zero, other));
+      }
+      const float less = EXP2(zero[tile] - new_zero);
+      const float of_lines[2] = {SHUFFLE(less, 8 * place), SHUFFLE(less, 8 * place + 4)};
+      zero[tile] = new_zero;
+      sum[tile] *= less;
+      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+        bias_total[tile][group] *= less;
         UNROLL for (int i = 0; i < 4; i++) {
-          const int line = 8 * tile + 2 * place + i % 2;
-          const int number = group * VALUE_GROUP + of * VALUE_RUN + 2 * k + i / 2;
-          if (line < LINES) {
-            pool[(part * LINES + line) * VALUE_SIZE + number] =
-                down[group] * total[tile][group][k][i];
+          offset_total[tile][group][i] *= of_lines[i % 2];
+          UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
+            total[tile][group][k][i] *= of_lines[i % 2];
           }
         }
+      }
+    }
+    WEIGH
+  }
+  UNROLL for (int tile = 0; tile < TILES; tile++) {
+    UNROLL for (int i = 0; i < 4; i++) {
+      sum[tile] += weight[tile][i];
+      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+        if (IS_CODED(VALUE_FORM)) {
+          bias_total[tile][group] += weight[tile][i] *
+              scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i], group).bias;
+        }
+      }
+    }
+  }
+  UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+    Words<VALUE_WORDS> values[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+      values[i] = load_turns<VALUE_RUN, VALUE_TURN, 8, VALUE_BITS, VALUE_WIDE>(
+          own + COLUMN(i) * WORDS + VALUE_CODES + group * VALUE_GROUP * VALUE_BITS / 32 +
+              of * VALUE_TURN * VALUE_BITS / 32,
+          of * VALUE_TURN * VALUE_BITS % 32);
+    }
+    Words<2> weights[TILES];
+    UNROLL for (int tile = 0; tile < TILES; tile++) {
+      UNROLL for (int i = 0; i < 2; i++) {
+        weights[tile].at[i] =
+            PAIR(VALUE_BFLOAT, scaled[tile][group][2 * i], scaled[tile][group][2 * i + 1]);
       }
       if (IS_CODED(VALUE_FORM)) {
-        float added = bias_total[tile][group] -
-            CODED_OFFSET * down[group] * weight_total[tile][group];
-        added += SHUFFLE_XOR(added, 1);
-        added += SHUFFLE_XOR(added, 2);
-        if (place == 0 && 8 * tile + of < LINES) {
-          pool[SIMDS * LINES * VALUE_SIZE + (part * LINES + 8 * tile + of) * VALUE_GROUPS + group] =
-              added;
+        multiply<VALUE_BFLOAT>(
+            ones, weights[tile], offset_total[tile][group], offset_total[tile][group]);
+      }
+    }
+    UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
+      Words<4> pairs;
+      UNROLL for (int i = 0; i < 4; i++) {
+        pairs.at[i] = pair_across<VALUE_BITS>(
+            values[i / 2 * 2], values[i / 2 * 2 + 1], 2 * k + i % 2);
+      }
+      UNROLL for (int tile = 0; tile < TILES; tile++) {
+        multiply<VALUE_BFLOAT>(
+            pairs, weights[tile], total[tile][group][k], total[tile][group][k]);
+      }
+    }
+  }
+}
+SIMD_BARRIER;
+UNROLL for (int tile = 0; tile < TILES; tile++) {
+  const int own_line = 8 * tile + of;
+  const bool is_one = place == 0 && own_line < LINES;
+  sum[tile] += SHUFFLE_XOR(sum[tile], 1);
+  sum[tile] += SHUFFLE_XOR(sum[tile], 2);
+  if (is_one) {
+    OUTPUT(part, ENDS + 2 * own_line) = zero[tile];
+    OUTPUT(part, ENDS + 2 * own_line + 1) = sum[tile];
+  }
+  UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+    UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
+      UNROLL for (int i = 0; i < 4; i++) {
+        const int line = 8 * tile + 2 * place + i % 2;
+        const int own = 2 * k + i / 2;
+        const int number = group * VALUE_GROUP + number_in_group<VALUE_TURN, 8>(of, own);
+        if (line < LINES) {
+          OUTPUT(part, line * VALUE_SIZE + number) =
+              (total[tile][group][k][i] - CODED_OFFSET * offset_total[tile][group][i]) *
+              (1.0f / times_across<VALUE_BITS>(own));
         }
+      }
+    }
+    if (IS_CODED(VALUE_FORM)) {
+      float bias = bias_total[tile][group];
+      bias += SHUFFLE_XOR(bias, 1);
+      bias += SHUFFLE_XOR(bias, 2);
+      if (is_one) {
+        OUTPUT(part, BIASES + own_line * VALUE_GROUPS + group) = bias;
       }
     }
   }
 }
 }
-#define ADDED_AT(i, part)                                                \
-  (SIMDS * LINES * VALUE_SIZE + ((part) * LINES + (i) / VALUE_SIZE) * VALUE_GROUPS + \
-   (i) % VALUE_SIZE / VALUE_GROUP)
-#define OWN_NUMBER(i, part)                 \
-  (pool[(part) * LINES * VALUE_SIZE + (i)] + \
-   (IS_CODED(VALUE_FORM) ? pool[ADDED_AT(i, part)] : 0.0f))
+// The simdgroups, joined in order.
+#define ZERO_OF(part) OUTPUT(part, ENDS + 2 * line)
+const auto top_of = [&](int line) {
+  float top = LOWEST;
+  UNROLL for (int part = 0; part < PARTS; part++) {
+    top = max(top, ZERO_OF(part));
+  }
+  return top;
+};
+const auto sum_of = [&](int line) {
+  float sum = 0.0f;
+  UNROLL for (int part = 0; part < PARTS; part++) {
+    sum += EXP2(ZERO_OF(part) - top_of(line)) * OUTPUT(part, ENDS + 2 * line + 1);
+  }
+  return sum;
+};
+#define OWN_TOP top_of(line)
+#define OWN_SUM sum_of(line)
+#define OWN_PART(part)                                                                        \
+  (EXP2(ZERO_OF(part) - top_of(line)) *                                                       \
+   (OUTPUT(part, line * VALUE_SIZE + number) +                                                \
+    (IS_CODED(VALUE_FORM) ? OUTPUT(part, BIASES + line * VALUE_GROUPS + number / VALUE_GROUP) \
+                          : 0.0f)))

@@ -4,10 +4,12 @@ using namespace metal;
 #define GLOBAL device
 #define LOCAL_ARRAY(type, name, count) alignas(16) threadgroup type name[count]
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_4
 #define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
 #define DEVICE_BARRIER threadgroup_barrier(mem_flags::mem_device)
 #define SHUFFLE_XOR(number, other) simd_shuffle_xor(number, ushort(other))
 #define READ(type, from) (*(const GLOBAL type*)(from))
+#define READ_AS(is_local, type, from) READ(type, from)
 #define KEEP(pointer)
 #define MASKED(word, mask) (((word) & (mask)) | 0x4B000000u)
 #define EXP2(number) fast::exp2(number)
@@ -15,4 +17,6 @@ using namespace metal;
 #define AS_FLOAT(bits) as_type<float>(uint32_t(bits))
 #define AS_UINT(number) as_type<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as_type<type>(uint16_t(bits))
+#define LOWER(type, word) float(FROM_BITS(type, word))
+#define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
 #define AS_ON_GPU 1

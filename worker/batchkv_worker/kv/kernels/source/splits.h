@@ -1,4 +1,4 @@
-// Attention of one token of each row over 256 of its columns. Inputs: queries, records, bounds,
+// Attention of one token of each row over SPLIT of its columns. Inputs: queries, records, bounds,
 // scale, and where JOINED those of join.h. finish.h has the output. Scores are logarithms to the
 // base 2.
 //
@@ -49,8 +49,9 @@ LOCAL_ARRAY(float, pool, POOL);
 const int head = GROUP_X;
 const int split = GROUP_Y;
 const int row = GROUP_Z;
+const int length = max(int(bounds[2 * row + 1] - bounds[2 * row]), 0);
 const int start = bounds[2 * row] + split * SPLIT;
-const int count = min(int(bounds[2 * row + 1]) - start, SPLIT);
+const int count = min(length - split * SPLIT, SPLIT);
 #if !JOINED
 if (count <= 0) {
   return;
@@ -239,4 +240,6 @@ BARRIER;
   }
 }
 }
-#define OWN_NUMBER(i, part) pool[(part) * ALL_LINES * VALUE_SIZE + (i)]
+#define OWN_PART(part) pool[((part) * ALL_LINES + line) * VALUE_SIZE + number]
+#define OWN_TOP pool[ENDS + 2 * line]
+#define OWN_SUM pool[ENDS + 2 * line + 1]
