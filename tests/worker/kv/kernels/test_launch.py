@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.kv.kernels import launch
-from batchkv_worker.kv.kernels.body import PACK, merge_body, splits_body, unpack_body
+from batchkv_worker.kv.kernels.body import PACK, merge_body, source_text, splits_body, unpack_body
 from worker.kv.kernels.cases import SCALE, Case, Sample
 
 BODIES = [
@@ -65,12 +65,26 @@ def test_a_name_changes_with_its_source(
 
 
 def test_sources_are_short() -> None:
-    """MLX formats a kernel's source at each call."""
+    """MLX copies a kernel's source at each call."""
     for body in BODIES:
         source, functions = body.source("metal_start"), body.functions
         assert len(source) + len(functions) < 22_000
+        assert len(body.included_source("cuda_start") + body.included_functions) < 2_000
         assert not any(line.startswith((" ", "//")) for line in source.splitlines())
         assert all(f"{name}" in source for name in body.inputs)
+
+
+def test_a_compiler_that_reads_files_gets_the_same_source() -> None:
+    """The files exist, and the shapes and strides that they use are named."""
+    for body in BODIES:
+        whole = body.source("cuda_start"), body.functions
+        short = body.included_source("cuda_start"), body.included_functions
+        for text, lines in zip(whole, short, strict=True):
+            files = [line.split('"')[1] for line in lines.splitlines() if "#include" in line]
+            read = "".join(source_text(Path(file).stem) for file in files)
+            assert all(Path(file).is_file() for file in files) and text.endswith(read)
+        used = [f"{name}_{what}" for name in body.inputs for what in ("shape", "strides")]
+        assert [one for one in used if one in whole[0]] == [one for one in used if one in short[0]]
 
 
 def test_mlx_takes_the_kernels_with_their_arguments(tmp_path: Path) -> None:

@@ -28,20 +28,49 @@ class Body:
     @property
     def functions(self) -> str:
         """The functions that the source calls."""
-        return "".join(map(source_text, ("common", *self.helpers)))
+        return "".join(map(source_text, self._function_files))
+
+    @property
+    def included_functions(self) -> str:
+        """``functions`` as files that the compiler reads."""
+        return "".join(map(included, self._function_files))
+
+    @property
+    def _function_files(self) -> tuple[str, ...]:
+        return "common", *self.helpers
 
     def source(self, start: str = "") -> str:
         """The inner part of a function; ``start`` defines a thread's position in the grid."""
-        flags = "".join(f"#define {name} {value}\n" for name, value in self.flags)
-        return flags + "".join(map(source_text, (*([start] if start else []), *self.files)))
+        return self._flags_text + "".join(
+            map(source_text, (*([start] if start else []), *self.files))
+        )
+
+    def included_source(self, start: str) -> str:
+        """``source`` as files that the compiler reads.
+
+        It names the shapes and strides that they use: MLX gives a kernel those that it finds.
+        """
+        text = self.source(start)
+        whats = (f"{name}_{what}" for name in self.inputs for what in ("shape", "strides"))
+        used = " ".join(what for what in whats if what in text)
+        return f"// {used}\n{self._flags_text}" + "".join(map(included, (start, *self.files)))
+
+    @property
+    def _flags_text(self) -> str:
+        return "".join(f"#define {name} {value}\n" for name, value in self.flags)
 
 
 @cache
 def source_text(name: str) -> str:
-    """A file of ``source/`` without comments and indents, because MLX formats it at each call."""
+    """A file of ``source/`` without comments and indents, because MLX copies it at each call."""
     lines = (_FOLDER / f"{name}.h").read_text(encoding="utf-8").splitlines()
     stripped = (" ".join(line.split("//")[0].split()) for line in lines)
     return "".join(f"{line}\n" for line in stripped if line)
+
+
+def included(name: str) -> str:
+    """The line with which a compiler reads a file of ``source/``."""
+    return f'#include "{_FOLDER / name}.h"\n'
 
 
 PACK = Body("batchkv_pack", ("pack",), ("keys", "values"), ("records",), ("packing",))

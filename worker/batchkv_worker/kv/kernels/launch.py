@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from batchkv_worker.kv.kernels.body import Body, source_text
+from batchkv_worker.kv.kernels.body import Body, included, source_text
 
 Constant = tuple[str, int | mx.Dtype]
 Size = tuple[int, int, int]
@@ -41,14 +41,20 @@ class Launch(Protocol):
 
 @cache
 def metal_launch(body: Body, constants: tuple[Constant, ...]) -> Run:
-    """For Metal."""
-    return _made(mx.fast.metal_kernel, "metal", body, defined(constants, _METAL_TYPES))
+    """For Metal, whose compiler may not read files."""
+    text = defined(constants, _METAL_TYPES) + body.source("metal_start")
+    header = source_text("metal") + body.functions
+    return _made(mx.fast.metal_kernel, body, text, header, digest_of(header + text))
 
 
 @cache
 def cuda_launch(body: Body, constants: tuple[Constant, ...]) -> Run:
-    """For CUDA."""
-    return _made(mx.fast.cuda_kernel, "cuda", body, defined(constants, _CUDA_TYPES))
+    """For CUDA, whose compiler reads the sources' files: MLX copies a source at each call."""
+    defines = defined(constants, _CUDA_TYPES)
+    digest = digest_of(source_text("cuda") + body.functions + defines + body.source("cuda_start"))
+    header = included("cuda") + body.included_functions
+    text = defines + body.included_source("cuda_start")
+    return _made(mx.fast.cuda_kernel, body, text, header, digest)
 
 
 def defined(constants: Sequence[Constant], types: Mapping[mx.Dtype, str]) -> str:
@@ -61,11 +67,12 @@ def defined(constants: Sequence[Constant], types: Mapping[mx.Dtype, str]) -> str
     )
 
 
-def _made(make: Any, dialect: str, body: Body, constants: str) -> Run:
-    source = constants + body.source(f"{dialect}_start")
-    header = source_text(dialect) + body.functions
-    # MLX keeps compiled kernels by their names alone, on CUDA also in files.
-    digest = hashlib.sha256((header + source).encode()).hexdigest()[:16]
+def digest_of(text: str) -> str:
+    """What tells sources apart: MLX keeps compiled kernels by name, on CUDA also in files."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _made(make: Any, body: Body, source: str, header: str, digest: str) -> Run:
     kernel = make(
         *(f"{body.name}_{digest}", body.inputs, body.outputs, source),
         header=header,
