@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.engine.tokens.sampling import Sampled, sample
+from batchkv_worker.engine.tokens.sampling import FewTokens, Sampled, sample
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Sequence
 
@@ -45,7 +45,11 @@ class OpenStep:
 
 
 def build_step(
-    model: Any, slots: DecodeSlots, by_slot: Mapping[int, Sequence], in_flight: Step | None
+    model: Any,
+    slots: DecodeSlots,
+    by_slot: Mapping[int, Sequence],
+    in_flight: Step | None,
+    few: FewTokens,
 ) -> Step | OpenStep:
     """The graph of the next step, which takes the tokens that the last one sampled."""
     view = slots.begin_step()
@@ -54,7 +58,9 @@ def build_step(
     logits = slots.forward(model, tokens.reshape(-1, 1))[:, -1]
     is_guided = any(row is not None and row.guide is not None for row in rows)
     step: Step | OpenStep = (
-        OpenStep(rows, tokens, logits) if is_guided else Step(rows, sample(logits, tokens, rows))
+        OpenStep(rows, tokens, logits)
+        if is_guided
+        else Step(rows, sample(logits, tokens, rows, few=few))
     )
     slots.end_step()
     return step

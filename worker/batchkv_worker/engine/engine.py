@@ -41,7 +41,7 @@ from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
 from batchkv_worker.engine.tokens.choices import Choices
 from batchkv_worker.engine.tokens.requests import check_memory, prepare
-from batchkv_worker.engine.tokens.sampling import sample
+from batchkv_worker.engine.tokens.sampling import FewTokens, sample
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Event, Work
 from batchkv_worker.faults import is_at_once, is_device_fault, is_out_of_memory
@@ -118,7 +118,7 @@ class Engine:
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
         self._relief = Relief(pressure or NoPressure(), self._decode_rows, self.prefixes)
-        self._is_in_prefill = False
+        self._few_tokens, self._is_in_prefill = FewTokens(plan.backend.draw_kernel()), False
         self._in_flight: Step | None = None
         self._upcoming: Step | OpenStep | None = None  # built, and not started as a whole
         self._ends = RowEnds(
@@ -369,7 +369,8 @@ class Engine:
 
     def _build_step(self) -> Step | OpenStep:
         """Build the next step, as far as it can be built while the last one runs."""
-        step = build_step(self.loaded.model, self._slots, self._rows, self._in_flight)
+        rest = self._rows, self._in_flight, self._few_tokens
+        step = build_step(self.loaded.model, self._slots, *rest)
         self._upcoming = step
         if isinstance(step, Step):
             self._note_start(step)
@@ -392,7 +393,7 @@ class Engine:
         for row, fault in faults:
             self._ends.stop(row, ErrorCode.INVALID_REQUEST, str(fault))
         rows = [None if row is None or row.is_ended else row for row in step.rows]
-        chosen = Step(rows, sample(step.logits, step.tokens, rows, masks))
+        chosen = Step(rows, sample(step.logits, step.tokens, rows, masks, self._few_tokens))
         self._note_start(chosen)
         mx.async_eval(chosen.arrays)
         return chosen

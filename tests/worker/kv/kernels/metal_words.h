@@ -38,6 +38,10 @@ template <typename N>
 N ceil(N number);
 template <typename N>
 N round(N number);
+enum memory_order { memory_order_relaxed };
+struct atomic_uint {};
+template <typename COUNTER>
+uint atomic_fetch_add_explicit(COUNTER* counter, uint number, memory_order order);
 namespace fast {
 float exp2(float number);
 }

@@ -45,6 +45,7 @@ static inline float ceil(float number) { return ceilf(number); }
 #define FROM_BITS(type, bits) as<type>(uint16_t(bits))
 #define LOWER(type, word) float(FROM_BITS(type, word))
 #define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
+#define ADD_ONE(counter) ((*(counter))++)
 #ifndef AS_ON_GPU
 #define AS_ON_GPU 0
 #endif

@@ -11,6 +11,7 @@ Log-probabilities are the model's own: before biases, penalties and masks, filte
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -22,7 +23,10 @@ from batchkv_worker.engine.tokens.biases import add_biases, is_biased
 from batchkv_worker.engine.tokens.guide import masked
 from batchkv_worker.engine.tokens.largest import MAX_COUNT, largest
 from batchkv_worker.engine.tokens.penalties import penalize
+from batchkv_worker.kv.backends.contract import DrawKernel
 from batchkv_worker.sequence import Generation, Sequence
+
+log = logging.getLogger("batchkv.engine")
 
 FEW_STEP = 16  # counts of likeliest tokens are rounded up to this: a GPU prepares for each shape
 
@@ -61,12 +65,14 @@ def sample(
     inputs: mx.array,
     rows: list[Sequence | None],
     masks: NDArray[np.uint32] | None = None,
+    few: FewTokens | None = None,
 ) -> Sampled:
     """Choose a token for each row of ``logits`` ``[rows, vocabulary]``.
 
     ``inputs`` ``[rows]`` are the tokens just fed, which the rows may not have read back yet.
     Rows that are None (free slots) get some token. ``masks`` ``[rows, words]`` have a bit for each
-    token that a row's guide allows; None when no row has a guide.
+    token that a row's guide allows; None when no row has a guide. ``few`` draws for rows with a
+    small ``top_k``; None: with operations of MLX.
     """
     active = [row for row in rows if row is not None]
     of_model = logits
@@ -80,7 +86,7 @@ def sample(
     if all(is_greedy):
         tokens = mx.argmax(logits, axis=-1)
     else:
-        tokens = _draw(logits.astype(mx.float32), rows)
+        tokens = _draw(logits.astype(mx.float32), rows, few or FewTokens(None))
         if any(row.generation.is_greedy for row in active):
             tokens = mx.where(mx.array(is_greedy), mx.argmax(logits, axis=-1), tokens)
     wanted = [row.generation.logprobs for row in active if row.generation.logprobs is not None]
@@ -89,7 +95,7 @@ def sample(
     return _with_logprobs(of_model.astype(mx.float32), tokens, max(wanted))
 
 
-def _draw(logits: mx.array, rows: list[Sequence | None]) -> mx.array:
+def _draw(logits: mx.array, rows: list[Sequence | None], of_few_tokens: FewTokens) -> mx.array:
     """One random token a row; ``logits`` float32.
 
     A row with a small ``top_k`` draws from those few tokens alone, whatever its neighbours need.
@@ -106,7 +112,7 @@ def _draw(logits: mx.array, rows: list[Sequence | None]) -> mx.array:
     others = [r for r, is_few in zip(sampled, of_few, strict=True) if r is not None and not is_few]
     if not any(of_few):
         return _draw_of_all(logits, draw)
-    few = _draw_of_few(logits, draw)
+    few = of_few_tokens.draw(logits, draw)
     return mx.where(mx.array(of_few), few, _draw_of_all(logits, draw)) if others else few
 
 
@@ -127,6 +133,15 @@ class _Filter:
         """Whether the row draws one of so few tokens that finding these is faster than sorting."""
         return 0 < self.top_k <= MAX_COUNT
 
+    @property
+    def top_p_limit(self) -> float:
+        """What the weights of likelier tokens stay below; 1 would cut tokens by rounding."""
+        return self.top_p if self.top_p < 1 else 2.0
+
+    @property
+    def log_min_p(self) -> float:
+        return math.log(self.min_p) if self.min_p > 0 else -math.inf
+
 
 _NO_FILTER = _Filter()
 
@@ -138,6 +153,15 @@ class _Draw:
     points: mx.array
     temperatures: mx.array
     filters: list[_Filter]
+
+    @property
+    def given(self) -> mx.array:
+        """What ``DrawKernel`` is given; top_k is 0 for rows that draw from more tokens."""
+        filters = [
+            [one.top_p_limit, float(one.top_k if one.is_of_few else 0), one.log_min_p]
+            for one in self.filters
+        ]
+        return mx.concatenate([self.temperatures, mx.array(filters), self.points], axis=1)
 
 
 def _draw_of_all(logits: mx.array, draw: _Draw) -> mx.array:
@@ -171,12 +195,47 @@ def _draw_of_few(logits: mx.array, draw: _Draw) -> mx.array:
     return mx.take_along_axis(tokens, place.reshape(-1, 1), axis=-1).reshape(-1)
 
 
+class FewTokens:
+    """Draws for rows with a small ``top_k``: with a kernel that is right, else with MLX.
+
+    The first draw is made in both ways. A kernel that fails or gives other tokens is not used
+    again.
+    """
+
+    def __init__(self, kernel: DrawKernel | None) -> None:
+        self._kernel = kernel
+        self._is_checked = False
+
+    def draw(self, logits: mx.array, draw: _Draw) -> mx.array:
+        """As ``_draw_of_few``."""
+        if self._kernel is None:
+            return _draw_of_few(logits, draw)
+        if not self._is_checked:
+            return self._first(self._kernel, logits, draw)
+        return self._kernel(logits, draw.given)
+
+    def _first(self, kernel: DrawKernel, logits: mx.array, draw: _Draw) -> mx.array:
+        self._is_checked = True
+        wanted = _draw_of_few(logits, draw)
+        are_others = mx.array([not one.is_of_few for one in draw.filters])
+        try:
+            found = kernel(logits, draw.given)
+            is_equal = mx.all((found == wanted) | are_others).item()
+            reason = "it gives other tokens"
+        except RuntimeError as fault:
+            is_equal, reason = False, str(fault)
+        if not is_equal:
+            log.warning("tokens are drawn without their kernel: %s", reason)
+            self._kernel = None
+        return wanted
+
+
 def _kept(ranked: mx.array, probabilities: mx.array, filters: list[_Filter]) -> mx.array:
     """Which of the likeliest tokens, in falling order, the filters leave; the first always."""
     count = ranked.shape[-1]
-    top_p = mx.array([[one.top_p if one.top_p < 1 else 2.0] for one in filters])
+    top_p = mx.array([[one.top_p_limit] for one in filters])
     top_k = mx.array([[one.top_k or count] for one in filters])
-    min_p = mx.array([[math.log(one.min_p) if one.min_p > 0 else -math.inf] for one in filters])
+    min_p = mx.array([[one.log_min_p] for one in filters])
     above = mx.cumsum(probabilities, axis=-1) - probabilities
     rank = mx.arange(count)
     kept = (above < top_p) & (rank < top_k) & (ranked - ranked[:, :1] >= min_p)

@@ -50,6 +50,18 @@ class Pacing(Protocol):
         """The attention of the next layer gives ``output``."""
 
 
+class DrawKernel(Protocol):
+    """Draws one of the likeliest tokens of each row."""
+
+    def __call__(self, logits: mx.array, given: mx.array) -> mx.array:
+        """Tokens (uint32, ``[rows]``) for ``logits`` (float32, ``[rows, vocabulary]``).
+
+        ``given`` (float32, ``[rows, 5]``): temperature, top_p, top_k, the logarithm of min_p, and a
+        point in [0, 1). A top_k is at most 64; a row whose top_k is 0 has the token 0.
+        """
+        ...
+
+
 class RecordKernels(Protocol):
     """Kernels for slots that keep one record a token: packed keys and values side by side."""
 
@@ -187,6 +199,9 @@ class Backend(Protocol):
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         """The changes to make to ``model``, for steps of up to ``rows`` rows. Makes none yet."""
+
+    def draw_kernel(self) -> DrawKernel | None:
+        """The kernel that draws tokens, if there is one. It is not compiled yet."""
 
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype

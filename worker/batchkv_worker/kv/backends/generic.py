@@ -8,7 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Change, Pacing, RecordKernels, Softmax
+from batchkv_worker.kv.backends.contract import (
+    Change,
+    DrawKernel,
+    Pacing,
+    RecordKernels,
+    Softmax,
+)
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
@@ -69,6 +75,9 @@ class GenericBackend:
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         return ()
+
+    def draw_kernel(self) -> DrawKernel | None:
+        return None
 
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype

@@ -10,6 +10,7 @@ import mlx.core as mx
 from batchkv_worker.kv.backends.contract import Pacing, RecordKernels
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.pacing import LayersAhead
+from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.launch import cuda_launch
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
@@ -49,6 +50,9 @@ class CudaBackend(GpuBackend):
 
     def pacing(self) -> Pacing:
         return LayersAhead()
+
+    def draw_kernel(self) -> DrawKernel | None:
+        return DrawKernel(cuda_launch)
 
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype

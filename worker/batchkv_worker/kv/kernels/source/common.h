@@ -1,5 +1,5 @@
 // What all bodies share. A dialect defines FN, GLOBAL, LOCAL_ARRAY, UNROLL, BARRIER, SHUFFLE_XOR,
-// READ, READ_AS, KEEP, MASKED, EXP2, LOG2, AS_FLOAT, AS_UINT, FROM_BITS, LOWER and UPPER before this.
+// READ, READ_AS, KEEP, MASKED, EXP2, LOG2, AS_FLOAT, AS_UINT, FROM_BITS, LOWER, UPPER and ADD_ONE before this.
 
 // Forms of a tensor, as layout.Form has them.
 #define FLOAT_FORM 0

@@ -22,6 +22,7 @@
 #define FROM_BITS(type, bits) from_bits<type>(uint16_t(bits))
 #define LOWER(type, word) lower_half<type>(word)
 #define UPPER(type, word) upper_half<type>(word)
+#define ADD_ONE(counter) atomicAdd(counter, 1u)
 #define AS_ON_GPU 1
 
 template <typename T>

@@ -2,6 +2,7 @@
 using namespace metal;
 #define FN inline
 #define GLOBAL device
+#define LOCAL threadgroup
 #define LOCAL_ARRAY(type, name, count) alignas(16) threadgroup type name[count]
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define UNROLL_4
@@ -19,4 +20,6 @@ using namespace metal;
 #define FROM_BITS(type, bits) as_type<type>(uint16_t(bits))
 #define LOWER(type, word) float(FROM_BITS(type, word))
 #define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
+#define ADD_ONE(counter) \
+  atomic_fetch_add_explicit((LOCAL atomic_uint*)(counter), 1u, memory_order_relaxed)
 #define AS_ON_GPU 1
