@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body, source_text
+from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size, defined
 from worker.kv.kernels.cases import SCALE, Case, Sample, has_matrices
 
@@ -74,6 +75,7 @@ def runs_of(case: Case, *, matrices: bool) -> list[Made]:
     token = mx.zeros((1, 2, 1, case.key_size), case.dtype)
     kernels.pack(token, mx.zeros((1, 2, 1, case.value_size), case.dtype))
     kernels.unpack(sample.records)
+    DrawKernel(launch)(mx.zeros((2, 1000)), mx.zeros((2, 5)))
     return list({run[0].name: run for run in launch.runs}.values())
 
 
@@ -125,8 +127,12 @@ def metal_text(
     for name in ("threadgroup_position_in_grid", "threadgroups_per_grid"):
         parameters.append(f"uint3 {name}")
     parameters.append("uint3 thread_position_in_threadgroup")
+    # A variable in C++'s function is static, which a pointer's type may not say.
+    words = source_text("metal").replace(
+        "#define LOCAL threadgroup", "#define LOCAL __attribute__((address_space(3)))"
+    )
     return (
-        f'#include "{FOLDER / "metal_words.h"}"\n{source_text("metal")}{body.functions}'
+        f'#include "{FOLDER / "metal_words.h"}"\n{words}{body.functions}'
         f"kernel void {body.name}({', '.join(parameters)}) {{\n"
         f"{defined(constants, _METAL_TYPES)}{source}}}\n"
     )
