@@ -27,6 +27,13 @@ export PIP_USER=0
 # MLX that leaves out the kernels of the newest chips.
 if [ "$(uname -s)" = Darwin ]; then
     export SYSTEM_VERSION_COMPAT=0
+    # MLX's package for macOS 26 is installed on 26.0 and 26.1 too, but its library needs 26.2.
+    case $set_name-$(sw_vers -productVersion 2>/dev/null) in
+        run-*) ;;
+        *-26.[01] | *-26.[01].*)
+            echo 'Update macOS: MLX for macOS 26 needs 26.2 or newer. Workers may fail here.' >&2
+            ;;
+    esac
 fi
 # By default uv trusts its own list of certificate authorities. Behind a company's proxy only the
 # machine's list works, which pip uses, too. (Older versions of uv read the second name.)

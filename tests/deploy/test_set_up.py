@@ -60,6 +60,20 @@ def test_uv_sees_the_real_version_of_macos(tmp_path: Path, system: str, value: s
     assert all(call.startswith(f"SYSTEM_VERSION_COMPAT={value} ") for call in calls)
 
 
+@pytest.mark.parametrize(
+    ("version", "is_warned"), [("26.0", True), ("26.1.1", True), ("26.2", False), ("15.6", False)]
+)
+def test_the_first_versions_of_macos_26_are_warned_of(
+    tmp_path: Path, version: str, is_warned: bool
+) -> None:
+    """MLX's library for macOS 26 needs 26.2, and its package is installed on 26.0 as well."""
+    script(tmp_path / "bin" / "uv", LOGS_ITS_CALL)
+    script(tmp_path / "bin" / "sw_vers", f"#!/bin/sh\necho {version}\n")
+    ended = bootstrap(tmp_path, "Darwin", f":{os.environ['PATH']}")
+    assert ended.returncode == 0
+    assert ("needs 26.2" in ended.stderr) is is_warned
+
+
 def test_pip_sees_the_real_version_of_macos(tmp_path: Path) -> None:
     """On a Mac each call of pip has SYSTEM_VERSION_COMPAT=0."""
     script(tmp_path / "bin" / "uv", "#!/bin/sh\nexit 1\n")

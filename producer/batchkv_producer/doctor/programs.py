@@ -7,7 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchkv_producer.doctor.contract import Check, Verdict, fail, ok, warn
+from batchkv_producer.doctor.contract import Check, Verdict, fail, ok, warn, worst
 from batchkv_producer.doctor.home_folder import home_of
 from batchkv_producer.doctor.machine import Machine
 from batchkv_producer.errors import ServerError
@@ -171,23 +171,24 @@ def variable_facts(machine: Machine) -> VariableFacts:
 
 def judge_variables(facts: VariableFacts) -> Verdict:
     """A variable that slows MLX, or one that does nothing because its name is wrong."""
-    slowing = [name for name in facts.of_mlx if name in SLOWING]
-    if slowing:
-        return warn(f"{', '.join(slowing)} is set, which makes MLX much slower", "unset it")
-    if facts.unknown:
-        name = facts.unknown[0]
+    verdicts = [
+        warn(f"{name} is set, which makes MLX much slower", f"unset {name}")
+        for name in facts.of_mlx
+        if name in SLOWING
+    ]
+    for name in facts.unknown:
         close = difflib.get_close_matches(name, sorted(VARIABLES), n=1, cutoff=0.75)
         hint = f"did you mean {close[0]}?" if close else "docs/settings.md lists all variables"
-        return warn(
-            f"{', '.join(facts.unknown)} is not a setting of batchkv and does nothing", hint
+        verdicts.append(warn(f"{name} is not a setting of batchkv and does nothing", hint))
+    verdicts += [
+        warn(
+            f"{name} is set, which changes how MLX computes",
+            f"unset {name}, unless you know why it is set",
         )
-    other = [name for name in facts.of_mlx if name not in HARMLESS]
-    if other:
-        return warn(
-            f"{', '.join(other)} is set, which changes how MLX computes",
-            "unset it, unless you know why it is set",
-        )
-    return ok("no variable changes how MLX computes")
+        for name in facts.of_mlx
+        if name not in SLOWING | HARMLESS
+    ]
+    return worst(verdicts, ok("no variable changes how MLX computes"))
 
 
 CHECKS = (

@@ -280,9 +280,10 @@ def remove(acting: Acting, labels: list[str], *, is_daemon: bool) -> None:
     for label in labels:
         kinds = [True] if is_daemon else [False, True]
         if acting.is_dry:
-            kinds = [is_daemon]
-            if not manager.path(label, is_daemon=is_daemon).exists():
-                note(f"{label}: is not installed here. For an installed one:")
+            kinds = [each for each in kinds if manager.path(label, is_daemon=each).exists()]
+            if not kinds:
+                kinds = [is_daemon]
+                note(f"{label} is not installed here. If it were:")
         found = [kind for kind in kinds if manager.uninstall(label, is_daemon=kind)]
         if not acting.is_dry:
             note(f"{label}: {'removed' if found else 'was not installed'}")

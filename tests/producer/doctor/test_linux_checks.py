@@ -289,6 +289,15 @@ def test_variables_are_judged(name: str, level: Level, words: str, tmp_path: Pat
     assert words in verdict.found and "secret" not in f"{verdict.found} {verdict.todo}"
 
 
+def test_every_variable_is_named(tmp_path: Path) -> None:
+    """A variable that slows MLX hides none that does nothing."""
+    machine = a_linux(tmp_path, {}, {}, {"MTL_DEBUG_LAYER": "1", "BATCHKV_SLOT": "3"})
+    verdict = examine(ALL["variables"], machine)
+    assert verdict is not None
+    assert "MTL_DEBUG_LAYER" in verdict.found and "BATCHKV_SLOT" in verdict.found
+    assert "did you mean BATCHKV_SLOTS?" in verdict.todo
+
+
 @pytest.mark.parametrize(
     ("facts", "level"),
     [

@@ -24,6 +24,7 @@ from batchkv_producer.doctor.queue_server import (
 )
 from batchkv_producer.doctor.reach import Reached, address_of, reach, read_reached
 from batchkv_producer.doctor.runner import run_checks
+from producer.doctor.recorded import install_plist
 from support.hub import HUB_SOURCE, Hub, running_hub
 
 # A launchctl that runs the job of a property list at once, or refuses it. Where DENIED is set, the
@@ -234,6 +235,27 @@ def test_without_a_desktop_it_is_not_known(
     verdict = one_shot.judge(compare(port))
     assert verdict is not None and verdict.level is Level.WARN
     assert "125: Domain does not support" in verdict.found
+
+
+@pytest.mark.parametrize(("as_agent", "level"), [(False, Level.OK), (True, Level.FAIL)])
+def test_daemons_need_no_permission(
+    calls: Path,
+    tmp_path: Path,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    as_agent: bool,
+    level: Level,
+) -> None:
+    """Where a daemon alone works, an agent is not tried. A hub's agent is no worker."""
+    monkeypatch.setenv("DENIED", DENIED)
+    mac = Machine("darwin", user_home=tmp_path / "home", root=tmp_path / "root", uid=501)
+    install_plist(mac, "dev.batchkv.worker", is_daemon=True)
+    install_plist(mac, "dev.batchkv.queue")
+    if as_agent:
+        install_plist(mac, "dev.batchkv.worker.second")
+    verdict = one_shot.judge(one_shot.compare(mac, "127.0.0.1", port))
+    assert verdict is not None and verdict.level is level
+    assert calls.exists() is as_agent
 
 
 @pytest.mark.parametrize(

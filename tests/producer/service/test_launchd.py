@@ -233,12 +233,14 @@ def test_uninstall_removes_every_kind(mac: FakeServices, batchkv: Batchkv) -> No
 
 
 def test_a_dry_uninstall_says_what_is_missing(mac: FakeServices, batchkv: Batchkv) -> None:
-    """Without the service it says so; with it, only what would be done."""
+    """Without the service it says so; with it, only what would be done. Both kinds are found."""
     words = ("service", "uninstall", "worker", "--dry-run")
-    assert f"{LABEL}: is not installed here" in batchkv(*words).stderr
+    assert f"{LABEL} is not installed here" in batchkv(*words).stderr
     assert batchkv(*worker_words(mac)).exit_code == 0
     shown = batchkv(*words)
     assert "is not installed" not in shown.stderr and "would remove" in shown.stdout + shown.stderr
+    assert batchkv(*worker_words(mac, "--daemon"), is_sudo=True).exit_code == 0
+    assert f"would remove: {mac.daemons / f'{LABEL}.plist'}" in batchkv(*words).stderr
 
 
 def test_the_password_is_nowhere(mac: FakeServices, batchkv: Batchkv) -> None:

@@ -9,10 +9,13 @@ from batchkv_producer.doctor.contract import Check, Verdict, fail, ok, warn, wor
 from batchkv_producer.doctor.machine import Machine, Output
 from batchkv_producer.service.launchd import read_print
 from batchkv_producer.service.manager import installed
+from batchkv_producer.service.spec import SERVER_LABELS
 
 DOCTOR_LABEL = "dev.batchkv.doctor"  # of our own jobs, which last for seconds
 MANY_RUNS = 5
 _MAC = ("darwin",)
+_SERVERS = frozenset(SERVER_LABELS.values())
+_RESTART = "`sudo fdesetup authrestart` restarts it once with the disk unlocked"
 _MEANINGS = {
     1: "it failed at its start",
     2: "its configuration is wrong",
@@ -75,6 +78,12 @@ def installed_services(machine: Machine) -> tuple[str, ...]:
     return tuple(label for label, _ in _labels(machine))
 
 
+def worker_is_daemon(machine: Machine) -> bool:
+    """Whether workers are installed here, and each of them as a daemon."""
+    kinds = [is_daemon for label, is_daemon in _labels(machine) if label not in _SERVERS]
+    return bool(kinds) and all(kinds)
+
+
 def _labels(machine: Machine) -> list[tuple[str, bool]]:
     """(label, is it a daemon) of the property lists of ours."""
     places = (
@@ -119,9 +128,10 @@ def judge_launchd(facts: LaunchdFacts) -> Verdict:
     if agents and facts.encrypts and not facts.logs_in:
         verdicts.append(
             warn(
-                f"after a restart {agents[0]} waits until somebody logs in at the desktop "
-                "(FileVault is on)",
-                "`batchkv service install worker --daemon` starts it before that",
+                f"after a restart {agents[0]} waits until somebody unlocks the disk (FileVault is "
+                "on) and logs in at the desktop",
+                "a daemon (`batchkv service install worker --daemon`) needs the unlocked disk "
+                f"alone; {_RESTART}",
             )
         )
     elif agents and facts.logs_in is False:
@@ -136,7 +146,11 @@ def judge_launchd(facts: LaunchdFacts) -> Verdict:
         verdicts,
         ok(
             f"{running} of {len(facts.services)} services run: "
-            f"{', '.join(each.label for each in facts.services)}"
+            f"{', '.join(each.label for each in facts.services)}",
+            f"FileVault is on: after a restart nothing starts before somebody unlocks the disk; "
+            f"{_RESTART}"
+            if facts.encrypts
+            else "",
         ),
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkv_producer.doctor.contract import Verdict, fail, ok, warn
-from batchkv_producer.doctor.mac.launchd import DOCTOR_LABEL
+from batchkv_producer.doctor.mac.launchd import DOCTOR_LABEL, worker_is_daemon
 from batchkv_producer.doctor.machine import Machine, read_text
 from batchkv_producer.doctor.reach import Reached, reach, read_reached
 
@@ -34,11 +34,15 @@ PRIVACY = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchdReach:
-    """The same connection from here and from launchd. ``there`` None: ``why_not`` says why."""
+    """The same connection from here and from launchd. ``there`` None: ``why_not`` says why.
+
+    ``is_exempt``: the workers of this Mac are daemons, which macOS asks for no permission.
+    """
 
     here: Reached
     there: Reached | None
     why_not: str = ""
+    is_exempt: bool = False
 
 
 def job(label: str, host: str, port: int, out: Path) -> dict[str, Any]:
@@ -58,8 +62,13 @@ def job(label: str, host: str, port: int, out: Path) -> dict[str, Any]:
 
 
 def compare(machine: Machine, host: str, port: int) -> LaunchdReach:
-    """Connect from here and from launchd. The job and its files are gone afterwards."""
+    """Connect from here and from launchd. The job and its files are gone afterwards.
+
+    Only root may start a daemon. Nothing is started where all workers are daemons.
+    """
     here = reach(host, port)
+    if worker_is_daemon(machine):
+        return LaunchdReach(here, None, is_exempt=True)
     folder = Path(tempfile.mkdtemp(prefix="batchkv-doctor-"))
     label, domain = f"{DOCTOR_LABEL}.{os.getpid()}", f"gui/{machine.uid}"
     out, plist = folder / "reached", folder / f"{label}.plist"
@@ -93,6 +102,8 @@ def judge(facts: LaunchdReach) -> Verdict | None:
     """Here and not there is Local Network privacy."""
     if not facts.here.is_good:
         return None  # the check of the server says so already
+    if facts.is_exempt:
+        return ok("the worker is a daemon, which needs no permission for the local network")
     if facts.there is None:
         return warn(
             f"it is not known whether a service reaches the server: {facts.why_not}",

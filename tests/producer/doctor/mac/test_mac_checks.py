@@ -158,6 +158,23 @@ def test_a_service_that_runs_is_well(tmp_path: Path) -> None:
     assert "1 of 1 services run" in verdict.found
 
 
+@pytest.mark.parametrize("is_daemon", [False, True])
+def test_an_encrypted_disk_waits_for_its_password(is_daemon: bool, tmp_path: Path) -> None:
+    """With FileVault neither an agent nor a daemon starts before somebody unlocks the disk."""
+    domain = "system" if is_daemon else "gui/501"
+    login = ("defaults", "read", "/Library/Preferences/com.apple.loginwindow", "autoLoginUser")
+    changes: dict[tuple[str, ...], str | Output] = {
+        ("launchctl", "print", f"{domain}/{WORKER}"): printed(recorded.RUNNING),
+        ("fdesetup", "status"): recorded.VAULT_ON,
+        login: Output(1, ""),
+    }
+    mac = a_mac(tmp_path, changes)
+    install_plist(mac, WORKER, is_daemon=is_daemon)
+    verdict = examine(OURS["services"], mac)
+    assert verdict is not None and verdict.level is (Level.OK if is_daemon else Level.WARN)
+    assert "unlock" in verdict.found + verdict.todo and "fdesetup authrestart" in verdict.todo
+
+
 def test_agent_and_daemon_of_one_label_are_too_many(tmp_path: Path) -> None:
     """Two workers of one label would share a log and a name."""
     system_label = ("launchctl", "print", f"system/{WORKER}")
