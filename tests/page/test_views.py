@@ -207,6 +207,7 @@ def test_3_it_says_why_rows_failed_and_retries_them(stage: Stage, tmp_path: Path
     batch_id = Client(stage.connection).list_batches()[0].batch_id
     stage.view(f"batches/{batch_id}")
     tab.wait("document.querySelectorAll('.chart').length >= 4")
+    tab.wait("/2 rows cannot be retried/.test(document.body.innerText)")  # the events have its end
     shown = tab.text()
     assert "3 failed rows" in shown and "temperature must be a number" in shown
     stage.pictures("done")

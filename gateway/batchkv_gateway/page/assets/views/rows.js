@@ -7,7 +7,7 @@ import { count, duration, size } from "../format.js";
 import { choose, fileOf } from "../prompts.js";
 import { alert } from "./parts.js";
 
-const PAGE = 50;
+const PAGE = matchMedia("(max-width: 720px)").matches ? 20 : 50; // a phone shows one row below the other
 const RELOAD_MS = 5000; // at the soonest
 const OUTCOMES = [
   ["", "All rows"],
