@@ -92,7 +92,8 @@ class Steps:
         if raw is None:
             return
         queued_id = raw.decode("utf-8", "replace")
-        if not self._connection.exists(redis_keys.facts(batch_id)):
+        is_deleted = not self._connection.exists(redis_keys.batch(batch_id))
+        if not is_deleted and not self._connection.exists(redis_keys.facts(batch_id)):
             try:
                 facts = read_facts(self._connection, queued_id)
                 seconds = self._settings.keep_files_seconds

@@ -13,7 +13,6 @@ from starlette.routing import Route
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
 from batchkv_gateway.native.again import retry_openai
-from batchkv_gateway.native.owners import refuse_openai
 from batchkv_gateway.native.queries import MAX_LINE, checked_query, plain, switch, whole
 from batchkv_gateway.native.spool import Spool
 from batchkv_gateway.native.submitting import Submitting
@@ -111,10 +110,15 @@ class ChangeRoutes:
         return json_answer(await self._spooled(request, terms, run))
 
     def delete(self, request: Request) -> Response:
-        """Delete a batch with its rows and results, in any state."""
+        """Delete a batch with its rows and results, in any state.
+
+        One of OpenAI's API must be over. Its input stays, the files that it made do not.
+        """
         checked_query(request)
         found = self._visible.find(request)
-        refuse_openai(found, "cancel it. Its record and its files expire")
+        if found.openai is not None:
+            self._parts.batches.delete(found.openai)
+            return json_answer({"batch_id": found.batch_id, "deleted": True})
         batch_id = self._visible.client.forget(found.batch_id)
         self._visible.owners.remove(batch_id)
         return json_answer({"batch_id": batch_id, "deleted": True})

@@ -11,7 +11,6 @@ from redis import Redis
 
 from batchkv_gateway import redis_keys
 from batchkv_gateway.batches.record import BatchRecord, read_record
-from batchkv_gateway.errors import CONFLICT, ApiError
 from batchkv_gateway.ids import BATCH, is_id
 from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.keys.store import LOCAL
@@ -116,16 +115,6 @@ def split_owner(raw: bytes) -> tuple[str, str]:
     """An entry of ``OWNERS``: the owner, and the id of OpenAI's API or ""."""
     owner, _, openai_id = raw.decode("utf-8", "replace").partition(" ")
     return owner, openai_id
-
-
-def refuse_openai(found: Found, instead: str) -> None:
-    """Raise ApiError for a batch of OpenAI's API."""
-    if found.openai is not None:
-        raise ApiError(
-            CONFLICT,
-            f"batch {found.batch_id} belongs to {found.openai.batch_id} of OpenAI's API: {instead}",
-            code="openai_batch",
-        )
 
 
 def _nothing(wanted: str) -> NotFoundError:

@@ -181,6 +181,27 @@ def test_an_admin_retries_for_the_owner(
         assert client.batches.cancel(answer.json()["openai_id"]).status == "cancelling"
 
 
+def test_an_ended_batch_can_be_deleted(
+    http: HttpClient, client: OpenAI, redis_connection: Redis, ended: Batch
+) -> None:
+    """Its record, its facts and the files that it made are gone; its input is not. The same create
+    makes a new batch. One that is open must be cancelled first."""
+    over = client.batches.retrieve(ended.id)
+    client.files.delete(over.error_file_id or "")  # as a user may have done
+    assert http.delete(f"/batches/{ended.id}").json()["deleted"]
+    assert http.get(f"/batches/{ended.id}").status_code == 404
+    assert [file.id for file in client.files.list()] == [ended.input_file_id]
+    assert list(client.batches.list()) == []
+    assert not redis_connection.exists(redis_keys.facts(ended.id), redis_keys.batch(ended.id))
+    terms = {"metadata": {"of": "me"}, "extra_headers": {"x-batchkv-validation": "per-row"}}
+    again = client.batches.create(
+        input_file_id=ended.input_file_id, endpoint=CHAT, completion_window="24h", **terms
+    )  # type: ignore[call-overload]
+    assert again.id != ended.id
+    assert http.delete(f"/batches/{again.id}").status_code == 409
+    client.batches.cancel(again.id)
+
+
 def test_wrong_lines_are_facts_of_the_batch(http: HttpClient, client: OpenAI) -> None:
     """A batch that was not queued says which lines are wrong."""
     batch = made(client, b'{"a": 1}\n')
@@ -194,6 +215,7 @@ def test_rows_leave_once_the_facts_are_kept(redis_connection: Redis, tmp_path: P
     client, batch_id = Client(redis_connection), new_id(BATCH)
     queued_id = client.submit([{"prompt": "a"}], model="fake").batch_id
     steps = Steps(redis_connection, Files(redis_connection, Folder(tmp_path)), GatewaySettings())
+    redis_connection.hset(redis_keys.batch(batch_id), "status", "completed")
     for is_half_deleted in (False, True, True):  # the third time nothing is left
         if is_half_deleted and redis_connection.exists(queue_keys.batch(queued_id)):
             redis_connection.hset(queue_keys.batch(queued_id), "forgotten", 1)

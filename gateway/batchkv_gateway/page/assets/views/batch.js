@@ -190,7 +190,7 @@ function wrongLines(status) {
 function actions(status) {
   const base = `${NATIVE}/batches/${view.id}`;
   const hasRows = status.in_queue !== false;
-  const isOwn = !status.openai_id; // OpenAI's API has no delete of batches
+  const isOwn = !status.openai_id;
   const button = (name, isShown, act, kind) =>
     isShown &&
     h("button", { key: name, type: "button", class: kind, disabled: view.isBusy, onclick: act }, name);
@@ -212,7 +212,7 @@ function actions(status) {
       h("a", { key: "report", class: "button", href: `/page/report/${view.id}`, download: `${view.id}.report.html` }, "Download a report"),
     retryButton(status, (name) => button(name, isOwn || isOver(status), () => retry(status))),
     button("Cancel", !status.is_done, () => cancel(status), "danger"),
-    button("Forget", isOwn, () => forget(status), "danger"),
+    button("Forget", isOwn || isOver(status) || status.openai_status === "failed", () => forget(status), "danger"),
     beyondRetry(status),
   );
 }
@@ -305,7 +305,7 @@ async function cancel(status) {
 async function forget(status) {
   const isSure = await confirmed({
     title: "Forget this batch?",
-    text: `All ${plural(numEnded(status), "answer")} of ${nameOf(status)} will be deleted. Nothing brings them back.`,
+    text: `All ${plural(numEnded(status), "answer")} of ${nameOf(status)} will be deleted${status.openai_id ? ", with the files of them" : ""}. Nothing brings them back.`,
     action: "Delete everything",
   });
   if (!isSure) return;
