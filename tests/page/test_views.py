@@ -305,6 +305,7 @@ def test_5b_batches_of_openais_api_keep_their_views(
             )
             stage.view(f"batches/{batch.id}")
             tab.wait(f"document.body.innerText.includes({words!r})")
+            tab.wait("!document.querySelector('.rows .busy, .rows .idle')")  # all have ended
             stage.pictures(name)
     assert tab.problems == []
 

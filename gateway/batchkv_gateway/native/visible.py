@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from batchkv_gateway.batches.record import OPEN
 from batchkv_gateway.kept_facts import stored_facts
 from batchkv_gateway.native.file_rows import FileRows
 from batchkv_gateway.native.owners import Found, Owners
@@ -36,11 +35,14 @@ class Visible:
         return found
 
     def in_files(self, found: Found) -> FileRows | None:
-        """The rows of an ended batch of OpenAI's API, which are in its files alone. Else None."""
-        is_ended = found.openai is not None and found.openai.status not in OPEN
-        if not is_ended or found.openai is None or self.status(found) is not None:
+        """The rows of a batch of OpenAI's API that are not in the queue. Else None.
+
+        They are in its files, or there are none yet.
+        """
+        if found.openai is None or self.status(found) is not None:
             return None
-        return FileRows(self._files, found.openai)
+        record = self.owners.record(found.openai.batch_id)  # it may have ended meanwhile
+        return FileRows(self._files, record or found.openai)
 
     def kept_facts(self, found: Found) -> Facts | None:
         """The facts of a report that were kept when the rows of the batch left the queue."""

@@ -148,6 +148,10 @@ def test_a_retry_is_a_new_batch(
 def test_canceled_rows_are_retried_if_asked(http: HttpClient, client: OpenAI) -> None:
     """A cancelled batch has its canceled rows, and a retry takes them only with the header."""
     batch = made(client, chat_file("a", "b"))
+    assert lines(http.get(f"/batches/{batch.id}/rows")) in (
+        [],
+        [1, 2],
+    )  # none before they are queued
     until = time.monotonic() + 20
     while not http.get(f"/batches/{batch.id}").json()["in_queue"]:
         assert time.monotonic() < until

@@ -199,6 +199,8 @@ def test_a_batch_of_openais_api_is_shown_after_its_end(
         page.run(f"location.hash = '#/batches/{batch.id}'")
         page.wait("document.querySelector('#workers, .charts') && /text of a/.test("
                   "document.querySelector('.rows')?.innerText)")  # fmt: skip
+        page.wait("document.querySelectorAll('.rows .good').length === 1")  # and none that runs
+        page.wait("document.querySelectorAll('.rows .bad').length === 1")
         page.wait("/Download errors/.test(document.body.innerText)")
         button = (
             "[...document.querySelectorAll('button')].find((b) => /^Retry/.test(b.textContent))"

@@ -56,7 +56,8 @@ async function look(own) {
     const before = own.detail;
     own.detail = found;
     own.fault = "";
-    if (before && numEnded(before) !== numEnded(found)) own.rows.reload();
+    if (found.is_done) own.rows.loadEnds();
+    else if (!own.rows.rows.length || (before && numEnded(before) !== numEnded(found))) own.rows.reload();
     if (before && !before.is_done && found.is_done) own.factsAt = 0;
     if (found.failed !== before?.failed && found.failed) {
       own.failures = (await getJson(`${base}/failures`)).data;
@@ -124,7 +125,7 @@ export function render(id) {
     failures(status),
     charts(status),
     facts(status),
-    h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
+    !isUnqueued(status) && h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
   ];
 }
 
@@ -151,7 +152,7 @@ function tiles(status) {
   return h(
     "dl",
     { key: "tiles", class: "tiles" },
-    tile("Done", `${status.percent_done} %`),
+    tile("Done", isUnqueued(status) ? "–" : `${status.percent_done} %`),
     tile("Speed", rate(status.tokens_per_second ?? view.detail?.tokens_per_second)),
     !status.is_done && tile("Time left", left(status)),
     tile("Prompt", short(status.prompt_tokens), "tokens"),
@@ -172,7 +173,10 @@ function waiting(status) {
   );
 }
 
-// Why a batch of OpenAI's API was not queued at all.
+// Whether a batch of OpenAI's API failed before any of its rows was queued.
+const isUnqueued = (status) => status.openai_status === "failed" && !status.total;
+
+// Why it did.
 function wrongLines(status) {
   const errors = status.openai_errors;
   if (!errors?.length) return false;
@@ -489,9 +493,9 @@ function shares(id, title, heads, rows) {
 
 function facts(status) {
   const pairs = [
-    ["Id", h("code", {}, status.batch_id)],
+    status.batch_id !== status.openai_id && ["Id", h("code", {}, status.batch_id)],
     status.openai_id && ["Id of OpenAI's API", h("code", {}, status.openai_id)],
-    ["Model", h("bdi", {}, status.model)],
+    status.model && ["Model", h("bdi", {}, status.model)],
     status.scheme && ["KV scheme", status.scheme],
     status.dtype && ["dtype", status.dtype],
     status.fingerprint && ["Weights", h("code", {}, status.fingerprint.slice(0, 12))],

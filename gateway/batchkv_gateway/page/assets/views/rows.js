@@ -84,6 +84,12 @@ export class RowList {
     if (!this.isLoading && Date.now() - this.loadedAt > RELOAD_MS) this.load();
   }
 
+  // The batch has ended: rows that were read before are read once more.
+  loadEnds() {
+    const hasOpen = this.rows.some((row) => row.outcome === "queued" || row.outcome === "running");
+    if (this.isLoading || hasOpen || !this.rows.length) this.load();
+  }
+
   async go(after, outcome = this.outcome) {
     Object.assign(this, { after, outcome, rows: [], hasLoaded: false });
     this.open.clear();
