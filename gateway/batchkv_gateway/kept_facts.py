@@ -1,14 +1,25 @@
-"""The facts of a report, which are made of all results of a batch. The last ones are kept."""
+"""The facts of a report, which are made of all results of a batch.
+
+The last ones are in memory. Those of an ended batch of OpenAI's API stay in Redis as long as its
+record does, because its results leave the queue.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 from redis import Redis
 
+from batchkv_gateway import redis_keys
+from batchkv_producer.errors import WireError
 from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.remote.decoding import decoded
 from batchkv_producer.report.facts import Facts
 from batchkv_producer.report.reading import read_facts
 
@@ -36,3 +47,23 @@ class KeptFacts:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
             return known[1]
+
+
+def store_facts(connection: Redis, openai_id: str, facts: Facts, seconds: int) -> None:
+    """Keep the facts of a batch of OpenAI's API, as a few kilobytes."""
+    packed = zlib.compress(json.dumps(asdict(facts), default=sorted).encode())
+    with connection.pipeline(transaction=True) as pipeline:
+        pipeline.hset(redis_keys.facts(openai_id), "facts", packed)
+        pipeline.expire(redis_keys.facts(openai_id), seconds)
+        pipeline.execute()
+
+
+def stored_facts(connection: Redis, openai_id: str) -> Facts | None:
+    """The facts of an ended batch of OpenAI's API. None if there are none that can be read."""
+    packed: Any = connection.hget(redis_keys.facts(openai_id), "facts")
+    if packed is None:
+        return None
+    try:
+        return decoded(Facts, json.loads(zlib.decompress(packed)))
+    except (zlib.error, ValueError, WireError):
+        return None

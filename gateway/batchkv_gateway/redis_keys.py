@@ -23,6 +23,8 @@ key                               type  content
                                         get a file, or that have lost it
 ``batchkv:gateway:batches:O``     zset  ids of the owner's batches, like ``files:O``
 ``batchkv:gateway:batch:B``       hash  the batch (``batches.record``)
+``batchkv:gateway:facts:B``       hash  ``facts``: what `batchkv report` says of ``B`` once its rows
+                                        have left the queue: JSON in zlib's format. It expires
 ``batchkv:gateway:same``          hash  digest of what was asked for -> ``B``
 ``batchkv:gateway:open``          zset  batches that are not over -> when they were made
 ``batchkv:gateway:leases``        hash  ``B`` -> ``HOLDER MILLISECONDS``: who works on it, and until
@@ -113,3 +115,8 @@ def native(owner: str) -> str:
 def batch(batch_id: str) -> str:
     """Key of a batch."""
     return f"{PREFIX}batch:{batch_id}"
+
+
+def facts(batch_id: str) -> str:
+    """Key of the facts of an ended batch's report."""
+    return f"{PREFIX}facts:{batch_id}"

@@ -28,7 +28,7 @@ from batchkv_producer.client import Client
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Result, Usage, encode_result
 from support.browser.chromium import Tab, browser, program
-from support.gateway import Gateway, working
+from support.gateway import Gateway, chat_file, working
 from support.redis_server import running_server
 
 pytestmark = [
@@ -207,6 +207,7 @@ def test_3_it_says_why_rows_failed_and_retries_them(stage: Stage, tmp_path: Path
     batch_id = Client(stage.connection).list_batches()[0].batch_id
     stage.view(f"batches/{batch_id}")
     tab.wait("document.querySelectorAll('.chart').length >= 4")
+    tab.wait("/2 rows cannot be retried/.test(document.body.innerText)")  # the events have its end
     shown = tab.text()
     assert "3 failed rows" in shown and "temperature must be a number" in shown
     stage.pictures("done")
@@ -285,6 +286,28 @@ def test_5_odd_texts_stay_texts(stage: Stage, tmp_path: Path) -> None:
     tab.run("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     sys.stderr.write(f"a megabyte was drawn in {time.monotonic() - began:.2f} s\n")
     assert tab.run("window.hacked") is None
+
+
+def test_5b_batches_of_openais_api_keep_their_views(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its end a batch has rows, failures, charts; one that was not queued has its lines."""
+    monkeypatch.setenv("FAKE_FAIL", "b")
+    tab = stage.tab
+    with stage.gateway.client() as client, working(stage.redis_url):
+        for content, name, words in (
+            (chat_file(*"abcdef"), "openai-done", "Retry 1 failed row"),
+            (b'{"custom_id": "a"}\n', "openai-failed", "failed before any row was queued"),
+        ):
+            file = client.files.create(file=("evening.jsonl", content), purpose="batch")
+            batch = client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            stage.view(f"batches/{batch.id}")
+            tab.wait(f"document.body.innerText.includes({words!r})")
+            tab.wait("!document.querySelector('.rows .busy, .rows .idle')")  # all have ended
+            stage.pictures(name)
+    assert tab.problems == []
 
 
 def test_6_the_page_has_no_barriers(stage: Stage) -> None:

@@ -28,8 +28,7 @@ from batchkv_gateway.batches.steps import Steps
 from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.errors import ApiError
 from batchkv_gateway.files.records import Files
-from batchkv_producer.errors import BatchkvError, DiskError, NotFoundError, ServerError
-from batchkv_producer.manage.forget import forget_batch
+from batchkv_producer.errors import BatchkvError, DiskError, ServerError
 from batchkv_producer.monitor.status import BatchStatus, read_batches
 from batchkv_producer.wire.redis_keys import queue_name
 
@@ -184,6 +183,10 @@ class Driver:
             self._fail(batch_id, LineError("internal_error", message))
         with self._lock:
             self._due[batch_id] = time.monotonic() + rest
+        self._give_back(batch_id)
+
+    def _give_back(self, batch_id: str) -> None:
+        with self._lock:
             self._busy.discard(batch_id)
         with suppress(RedisError):
             self._connection.hdel(redis_keys.LEASES, batch_id)
@@ -205,10 +208,22 @@ class Driver:
     def _forget_spent(self) -> None:
         """Delete from the queue what has its files."""
         spent: Any = self._connection.hgetall(redis_keys.SPENT)
-        for batch_id, queued_id in spent.items():
-            with suppress(NotFoundError):
-                forget_batch(self._connection, queued_id.decode("utf-8", "replace"))
-            self._connection.hdel(redis_keys.SPENT, batch_id)
+        for raw in spent:
+            batch_id = raw.decode("utf-8", "replace")
+            with self._lock:
+                if batch_id in self._busy or not self._lease(batch_id):
+                    continue
+                self._busy.add(batch_id)
+            self._pool.submit(self._forget, batch_id)
+
+    def _forget(self, batch_id: str) -> None:
+        """Take the rows of an ended batch from the queue. No error ends the thread."""
+        try:
+            self._steps.forget(batch_id)
+        except Exception as fault:  # noqa: BLE001 - the batch has ended, and stays as it is
+            log.warning("the rows of batch %s stay for now: %s", batch_id, fault)
+            self._stopping.wait(REST_SECONDS)
+        self._give_back(batch_id)
 
     def _sweep(self) -> None:
         self._files.delete_expired()

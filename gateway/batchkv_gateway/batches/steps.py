@@ -12,8 +12,9 @@ the state is another one meanwhile. So any gateway can go on with a batch after 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -27,19 +28,24 @@ from batchkv_gateway.batches.record import BatchRecord, read_record, usage_of
 from batchkv_gateway.files.folder import Incoming
 from batchkv_gateway.files.records import OUTPUT, Files
 from batchkv_gateway.ids import FILE, new_id
+from batchkv_gateway.kept_facts import store_facts
 from batchkv_gateway.scripts import Command, guarded
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_gateway.webhooks.events import commands as commands_of
 from batchkv_gateway.webhooks.events import ended
 from batchkv_gateway.webhooks.targets import checked_targets
-from batchkv_producer.errors import NotFoundError, UsageError
+from batchkv_producer.errors import BatchkvError, NotFoundError, UsageError
 from batchkv_producer.intake.body import ENDPOINTS
 from batchkv_producer.intake.source import Inputs
 from batchkv_producer.manage.cancel_retry import cancel_batch
+from batchkv_producer.manage.forget import forget_batch
 from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.report.reading import read_facts
 from batchkv_producer.submit import submission
 from batchkv_producer.wire.batch_options import BatchOptions, Deadline
+
+log = logging.getLogger(__name__)
 
 SOON_SECONDS = 2
 ELSEWHERE_SECONDS = 60.0  # in which a gateway that has the batch's input can work on it
@@ -79,6 +85,24 @@ class Steps:
         record = self._read(batch_id)
         if record is not None:
             self._end(record, states.FAILED, {"errors": json.dumps([asdict(e) for e in errors])})
+
+    def forget(self, batch_id: str) -> None:
+        """Delete the rows of an ended batch from the queue. The facts of its report stay."""
+        raw: Any = self._connection.hget(redis_keys.SPENT, batch_id)
+        if raw is None:
+            return
+        queued_id = raw.decode("utf-8", "replace")
+        is_deleted = not self._connection.exists(redis_keys.batch(batch_id))
+        if not is_deleted and not self._connection.exists(redis_keys.facts(batch_id)):
+            try:
+                facts = read_facts(self._connection, queued_id)
+                seconds = self._settings.keep_files_seconds
+                store_facts(self._connection, batch_id, facts, seconds)
+            except BatchkvError as fault:  # it is half deleted, or another program wrote results
+                log.warning("batch %s will have no report: %s", batch_id, fault)
+        with suppress(NotFoundError):
+            forget_batch(self._connection, queued_id)
+        self._connection.hdel(redis_keys.SPENT, batch_id)
 
     def _read(self, batch_id: str) -> BatchRecord | None:
         stored: Any = self._connection.hgetall(redis_keys.batch(batch_id))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from batchkv_gateway import redis_keys
 from batchkv_gateway.batches import record as states
 from batchkv_gateway.batches.check import num_rows_of
 from batchkv_gateway.batches.record import BatchRecord, read_record
-from batchkv_gateway.errors import BAD_REQUEST, ApiError, unknown
+from batchkv_gateway.errors import BAD_REQUEST, CONFLICT, ApiError, unknown
 from batchkv_gateway.files.records import INPUT, Files
 from batchkv_gateway.ids import BATCH, is_id, new_id
 from batchkv_gateway.keys.caller import Caller
@@ -154,6 +155,16 @@ class Batches:
             code="batch_not_cancellable",
         )
 
+    def delete(self, record: BatchRecord) -> None:
+        """Delete an ended batch, and the files that it made. Raises ApiError for an open one."""
+        if record.status in states.OPEN:
+            message = f"batch {record.batch_id} is not over: cancel it, and wait for its end"
+            raise ApiError(CONFLICT, message, code="batch_not_over")
+        for file_id in filter(None, (record.output_file_id, record.error_file_id)):
+            with suppress(ApiError):  # it was deleted before, or has expired
+                self._files.delete(record.owner, file_id)
+        self._delete(record.batch_id, record)
+
     def delete_ended(self) -> None:
         """Delete the records of batches that ended long ago."""
         now = int(time.time())
@@ -162,17 +173,18 @@ class Batches:
         )
         for raw in due:
             batch_id = raw.decode("utf-8", "replace")
-            key = redis_keys.batch(batch_id)
-            stored: Any = self._connection.hgetall(key)
-            record = read_record(batch_id, stored)
-            with self._connection.pipeline(transaction=True) as pipeline:
-                if record is not None:
-                    pipeline.zrem(redis_keys.batches(record.owner), batch_id)
-                    same: Any = self._connection.hget(redis_keys.SAME, record.digest)
-                    if same == raw:
-                        pipeline.hdel(redis_keys.SAME, record.digest)
-                    if record.queued_id:
-                        pipeline.hdel(redis_keys.OWNERS, record.queued_id)
-                pipeline.delete(key)
-                pipeline.zrem(redis_keys.ENDED, batch_id)
-                pipeline.execute()
+            stored: Any = self._connection.hgetall(redis_keys.batch(batch_id))
+            self._delete(batch_id, read_record(batch_id, stored))
+
+    def _delete(self, batch_id: str, record: BatchRecord | None) -> None:
+        with self._connection.pipeline(transaction=True) as pipeline:
+            if record is not None:
+                pipeline.zrem(redis_keys.batches(record.owner), batch_id)
+                same: Any = self._connection.hget(redis_keys.SAME, record.digest)
+                if same == batch_id.encode():
+                    pipeline.hdel(redis_keys.SAME, record.digest)
+                if record.queued_id:
+                    pipeline.hdel(redis_keys.OWNERS, record.queued_id)
+            pipeline.delete(redis_keys.batch(batch_id), redis_keys.facts(batch_id))
+            pipeline.zrem(redis_keys.ENDED, batch_id)
+            pipeline.execute()

@@ -26,17 +26,21 @@ from batchkv_gateway.errors import (
 )
 from batchkv_gateway.http.errors import error_response, queue_unavailable
 from batchkv_gateway.http.sites import Sender, preflight_headers, sender_of
+from batchkv_producer.intake.formats import MAX_LINE_BYTES
 
 MAX_REQUESTS = 512  # at once
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 2**14  # with the path
-MAX_BODY_BYTES = 2**20  # of a request that is no upload
+MAX_BODY_BYTES = 2**20  # of a request that is neither an upload nor a call
+MAX_CALL_BYTES = MAX_LINE_BYTES  # of a call: what a line of a file may have
+MAX_CALLS_BYTES = 2**28  # of all bodies of calls together, beyond ``MAX_BODY_BYTES`` of each
 FORM_BYTES = 2**16  # of an upload, besides its file
 DRAIN_BYTES = 2**26  # of a body that is too large: read and dropped, so that the answer arrives
 PIECE_SECONDS = 30.0  # between two pieces of a body
 GRACE_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 4096  # on average, after the grace
 SEND_SECONDS = 60.0  # until a client has read a piece of the answer
+CALLS = ("/v1/chat/completions", "/v1/completions")
 UPLOADS = re.compile(r"/v1/files/?|/batchkv/v1/batches(/[^/]+/retry)?/?")
 
 
@@ -82,15 +86,15 @@ class Limits:
         self._app, self._names, self._max_file_bytes = app, names, max_file_bytes
         self._origins = origins
         self._num_requests = 0
+        self._room = _Room(MAX_CALLS_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_upload = scope["method"] == "POST" and UPLOADS.fullmatch(scope["path"]) is not None
-        most = self._max_file_bytes + FORM_BYTES if is_upload else MAX_BODY_BYTES
-        body, answer = _Body(receive, most), _Answer(send)
+        most = self._most_bytes(scope)
+        body, answer = _Body(receive, most, self._room), _Answer(send)
         self._num_requests += 1
         try:
             sender = self._check(scope, most)
@@ -107,6 +111,13 @@ class Limits:
             await queue_unavailable(fault)(scope, receive, answer.send)
         finally:
             self._num_requests -= 1
+            body.leave_room()
+
+    def _most_bytes(self, scope: Scope) -> int:
+        """How large the body of a request may be."""
+        if scope["method"] == "POST" and UPLOADS.fullmatch(scope["path"]):
+            return self._max_file_bytes + FORM_BYTES
+        return MAX_CALL_BYTES if scope["path"] in CALLS else MAX_BODY_BYTES
 
     def _check(self, scope: Scope, max_bytes: int) -> Sender:
         if self._num_requests > MAX_REQUESTS:
@@ -153,12 +164,29 @@ def _refuse_long_headers(scope: Scope) -> None:
         raise ApiError(LONG_HEADERS, "the path or the headers are too long", code="too_large")
 
 
-class _Body:
-    """Receives a body of bounded size and pace."""
+class _Room:
+    """The memory that the bodies of large calls may have together."""
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
-        self._receive, self._max_bytes = receive, max_bytes
-        self._num_bytes, self._is_over = 0, False
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Take some. Raises ApiError if there is less."""
+        if num_bytes > self._left:
+            raise ApiError(UNAVAILABLE, "too many large requests at once: try again", code="busy")
+        self._left -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Give some back."""
+        self._left += num_bytes
+
+
+class _Body:
+    """Receives a body of bounded size and pace. ``room``: for a call that is kept in memory."""
+
+    def __init__(self, receive: Receive, max_bytes: int, room: _Room) -> None:
+        self._receive, self._max_bytes, self._room = receive, max_bytes, room
+        self._num_bytes, self._num_taken, self._is_over = 0, 0, False
         self._began = time.monotonic()
 
     async def receive(self) -> Message:
@@ -170,7 +198,15 @@ class _Body:
             while not self._is_over and self._num_bytes < self._max_bytes + DRAIN_BYTES:
                 await self._next()
             raise _too_large(self._max_bytes)
+        if self._max_bytes == MAX_CALL_BYTES:
+            more = max(0, self._num_bytes - MAX_BODY_BYTES) - self._num_taken
+            self._room.take(more)
+            self._num_taken += more
         return message
+
+    def leave_room(self) -> None:
+        """The request has ended."""
+        self._room.give_back(self._num_taken)
 
     async def _next(self) -> Message:
         try:

@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from batchkv_gateway.errors import CONFLICT, ApiError
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
-from batchkv_gateway.native.owners import Found
+from batchkv_gateway.native.again import retry_openai
 from batchkv_gateway.native.queries import MAX_LINE, checked_query, plain, switch, whole
 from batchkv_gateway.native.spool import Spool
 from batchkv_gateway.native.submitting import Submitting
@@ -73,8 +72,8 @@ class ChangeRoutes:
     def cancel(self, request: Request) -> Response:
         """Cancel a batch, or with ``line`` one row of it.
 
-        ``canceled`` is the number of rows; null for a batch of OpenAI's API, which begins to be
-        cancelled.
+        ``canceled`` is the number of rows. A batch of OpenAI's API begins to be cancelled: it is
+        the number of its rows that have not ended then.
         """
         query = checked_query(request, "line")
         found = self._visible.find(request)
@@ -83,17 +82,24 @@ class ChangeRoutes:
             num = self._visible.client.cancel(job_id(found.batch_id, line))
             return json_answer({"canceled": num})
         if found.openai is not None:
+            status = self._visible.status(found)
             record = self._parts.batches.cancel(found.openai.owner, found.openai.batch_id)
             self._parts.driver.look_at(record.batch_id)
-            return json_answer({"canceled": None, "openai_status": record.status})
+            num_open = status.total - status.num_ended if status else 0
+            return json_answer({"canceled": num_open, "openai_status": record.status})
         return json_answer({"canceled": self._visible.client.cancel(found.batch_id)})
 
     async def retry(self, request: Request) -> Response:
-        """Queue failed rows again, and from a body also those whose jobs are gone."""
+        """Queue failed rows again, and from a body also those whose jobs are gone.
+
+        Those of an ended batch of OpenAI's API become a new one: ``openai_id``.
+        """
         checked_query(request)
         terms, caller = read_terms(request.headers), request.state.caller
-        found = await run_in_threadpool(self._visible.queued, request)
-        _refuse_openai(found, "it ends once. Make a new batch of these rows")
+        found = await run_in_threadpool(self._visible.find, request)
+        if found.openai is not None:
+            made = await run_in_threadpool(retry_openai, self._parts, caller, found.openai, terms)
+            return json_answer(made)
 
         async def run(inputs: Inputs) -> dict[str, Any]:
             source = inputs if terms.files or terms.filename else None
@@ -104,20 +110,15 @@ class ChangeRoutes:
         return json_answer(await self._spooled(request, terms, run))
 
     def delete(self, request: Request) -> Response:
-        """Delete a batch with its rows and results, in any state."""
+        """Delete a batch with its rows and results, in any state.
+
+        One of OpenAI's API must be over. Its input stays, the files that it made do not.
+        """
         checked_query(request)
         found = self._visible.find(request)
-        _refuse_openai(found, "cancel it. Its record and its files expire")
+        if found.openai is not None:
+            self._parts.batches.delete(found.openai)
+            return json_answer({"batch_id": found.batch_id, "deleted": True})
         batch_id = self._visible.client.forget(found.batch_id)
         self._visible.owners.remove(batch_id)
         return json_answer({"batch_id": batch_id, "deleted": True})
-
-
-def _refuse_openai(found: Found, instead: str) -> None:
-    """Raise ApiError for a batch of OpenAI's API."""
-    if found.openai is not None:
-        raise ApiError(
-            CONFLICT,
-            f"batch {found.batch_id} belongs to {found.openai.batch_id} of OpenAI's API: {instead}",
-            code="openai_batch",
-        )

@@ -69,7 +69,7 @@ class Owners:
         Raises NotFoundError, also if the caller may not see it.
         """
         if is_id(wanted, BATCH):
-            record = self._record(wanted)
+            record = self.record(wanted)
             if record is None or not may_see(caller, record.owner):
                 raise _nothing(wanted)
             return Found(record.queued_id or wanted, record.owner, record)
@@ -78,7 +78,7 @@ class Owners:
         owner, openai_id = split_owner(raw or b"")
         if not may_see(caller, owner):
             raise _nothing(wanted)
-        return Found(batch_id, owner, self._record(openai_id) if openai_id else None)
+        return Found(batch_id, owner, self.record(openai_id) if openai_id else None)
 
     def _match(self, caller: Caller, wanted: str) -> str:
         """The whole id of a beginning, among the batches that the caller may see."""
@@ -93,7 +93,8 @@ class Owners:
             raise _nothing(wanted)
         return matches[0]
 
-    def _record(self, openai_id: str) -> BatchRecord | None:
+    def record(self, openai_id: str) -> BatchRecord | None:
+        """The batch of OpenAI's API as it is now."""
         stored: Any = self._connection.hgetall(redis_keys.batch(openai_id))
         return read_record(openai_id, stored)
 

@@ -17,7 +17,7 @@ from batchkv_gateway.native import PREFIX
 from batchkv_gateway.native.listing import Listing, facts_of, more_fields
 from batchkv_gateway.native.owners import Found
 from batchkv_gateway.native.queries import checked_query, plain, switch, whole
-from batchkv_gateway.native.visible import Visible
+from batchkv_gateway.native.visible import Visible, no_facts
 from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
 from batchkv_producer.errors import NotFoundError
@@ -72,6 +72,13 @@ class ReadRoutes:
         fields = self._fields(found, has_report=has_report)
         if fields is None:
             fields = facts_of(None, found.openai, found.owner, {})
+            kept = self._visible.kept_facts(found) if has_report else None
+            if has_report and kept is None:
+                raise no_facts(found)
+            fields |= {"report": asdict(kept)} if kept else {}
+        if found.openai is not None:
+            errors = found.openai.errors
+            fields |= {"openai_errors": json.loads(errors) if errors else None}
         return json_answer(plain(fields))
 
     def _fields(self, found: Found, *, has_report: bool) -> dict[str, Any] | None:
@@ -93,8 +100,12 @@ class ReadRoutes:
     def failures(self, request: Request) -> Response:
         """The failed rows by code, the most frequent first."""
         checked_query(request)
-        found = self._visible.client.failures(self._visible.batch(request))
-        return json_answer({"object": "list", "data": [asdict(each) for each in found]})
+        files = self._visible.in_files(self._visible.find(request))
+        if files is not None:
+            groups = files.failures()
+        else:
+            groups = self._visible.client.failures(self._visible.batch(request))
+        return json_answer({"object": "list", "data": [asdict(each) for each in groups]})
 
     def failed(self, request: Request) -> Response:
         """The failed rows as lines of an input file, with ``canceled=1`` the canceled ones, too.
@@ -114,9 +125,11 @@ class ReadRoutes:
     def unanswered(self, request: Request) -> Response:
         """The numbers of rows without an answer, by the reason."""
         checked_query(request)
-        return json_answer(
-            asdict(self._visible.client.unanswered(self._visible.queued(request).batch_id))
-        )
+        files = self._visible.in_files(self._visible.find(request))
+        if files is not None:
+            return json_answer(asdict(files.unanswered()))
+        batch_id = self._visible.queued(request).batch_id
+        return json_answer(asdict(self._visible.client.unanswered(batch_id)))
 
     def job_ids(self, request: Request) -> Response:
         """The ids of a batch's jobs, in input order, one a line."""

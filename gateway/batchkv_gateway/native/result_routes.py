@@ -59,16 +59,19 @@ class ResultRoutes:
         return StreamingResponse(stream.pieces(), media_type=LINES_TYPE)
 
     def rows(self, request: Request) -> Response:
-        """Rows by line, also those that have not ended. ``next``: as ``after`` of the next page."""
+        """Rows by line, also those that have not ended. ``next``: as ``after`` of the next page.
+
+        Those of an ended batch of OpenAI's API are read from its files.
+        """
         query = checked_query(request, "after", "limit", "outcome", "full")
-        page = page_of_rows(
-            self._connection,
-            self._visible.batch(request),
-            whole(query, "after", default=0, high=MAX_LINE),
-            whole(query, "limit", default=DEFAULT_ROWS, low=1, high=MAX_ROWS),
-            one_of(query, "outcome", ("", *OUTCOMES)),
-            full=switch(query, "full"),
-        )
+        after = whole(query, "after", default=0, high=MAX_LINE)
+        limit = whole(query, "limit", default=DEFAULT_ROWS, low=1, high=MAX_ROWS)
+        outcome, full = one_of(query, "outcome", ("", *OUTCOMES)), switch(query, "full")
+        if (files := self._visible.in_files(self._visible.find(request))) is not None:
+            page = files.page(after, limit, outcome, full=full)
+        else:
+            batch = self._visible.batch(request)
+            page = page_of_rows(self._connection, batch, after, limit, outcome, full=full)
         has_more = bool(page.next_line)
         answer = {"data": page.rows, "has_more": has_more, "next": page.next_line or None}
         return json_answer({"object": "list", **answer})

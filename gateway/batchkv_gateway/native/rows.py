@@ -39,13 +39,15 @@ def page_of_rows(
     last = min(batch.last_line, after + MAX_LINES_READ) if outcome else batch.last_line
     lines = range(after + 1, last + 1)
     found = list(islice(_rows(connection, batch.batch_id, lines, outcome), limit))
-    rows = [_facts(row, full=full) for row in _with_jobs(connection, found)]
+    rows = [facts_of_row(row, full=full) for row in _with_jobs(connection, found)]
     shown = found[-1].line if len(found) == limit else last
     return RowPage(rows, shown if shown < batch.last_line else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class RowParts:
+    """What is known of a row. ``state`` is that of its job, ``request`` None without a prompt."""
+
     job_id: str
     line: int
     result: Result | None
@@ -53,16 +55,16 @@ class _Row:
     request: Request | None = None
 
 
-def _rows(connection: Redis, batch_id: str, lines: range, outcome: str) -> Iterator[_Row]:
+def _rows(connection: Redis, batch_id: str, lines: range, outcome: str) -> Iterator[RowParts]:
     """The rows of these lines. Without an outcome, lines without a result are among them."""
     for start in range(0, len(lines), PAGE_LINES):
         for line, value in stored_results(connection, batch_id, lines[start : start + PAGE_LINES]):
             result = None if value is None else _decoded(value)
             if not outcome or (result is not None and result.outcome == outcome):
-                yield _Row(redis_keys.job_id(batch_id, line), line, result)
+                yield RowParts(redis_keys.job_id(batch_id, line), line, result)
 
 
-def _with_jobs(connection: Redis, rows: Sequence[_Row]) -> Iterator[_Row]:
+def _with_jobs(connection: Redis, rows: Sequence[RowParts]) -> Iterator[RowParts]:
     """The rows with their requests, where Redis has them. Blank lines of the input are left out."""
     ids = [row.job_id for row in rows]
     jobs = Reader(connection).jobs(ids, _JOB_STATES)
@@ -70,10 +72,11 @@ def _with_jobs(connection: Redis, rows: Sequence[_Row]) -> Iterator[_Row]:
         if row.result is None and state is None:
             continue
         request = _request(data) if data else None
-        yield _Row(row.job_id, row.line, row.result, (state or b"").decode("ascii"), request)
+        yield RowParts(row.job_id, row.line, row.result, (state or b"").decode("ascii"), request)
 
 
-def _facts(row: _Row, *, full: bool) -> dict[str, Any]:
+def facts_of_row(row: RowParts, *, full: bool) -> dict[str, Any]:
+    """A row as JSON. ``full``: with whole texts."""
     result = row.result or Result(custom_id="", endpoint="chat", outcome="ok")
     prompt = (prompt_text if full else _short_prompt)(row.request) if row.request else None
     custom_id = row.request.custom_id if row.request else result.custom_id

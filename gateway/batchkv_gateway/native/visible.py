@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from batchkv_gateway.kept_facts import stored_facts
+from batchkv_gateway.native.file_rows import FileRows
 from batchkv_gateway.native.owners import Found, Owners
 from batchkv_gateway.parts import Parts
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.errors import NotFoundError
+from batchkv_producer.report.facts import Facts
 
 
 class Visible:
     """Finds the batches that requests name."""
 
     def __init__(self, parts: Parts) -> None:
+        self._connection, self._files = parts.connection, parts.files
         self.client = Client(parts.connection)
         self.owners = Owners(parts.connection)
 
@@ -30,6 +34,22 @@ class Visible:
             )
         return found
 
+    def in_files(self, found: Found) -> FileRows | None:
+        """The rows of a batch of OpenAI's API that are not in the queue. Else None.
+
+        They are in its files, or there are none yet.
+        """
+        if found.openai is None or self.status(found) is not None:
+            return None
+        record = self.owners.record(found.openai.batch_id)  # it may have ended meanwhile
+        return FileRows(self._files, record or found.openai)
+
+    def kept_facts(self, found: Found) -> Facts | None:
+        """The facts of a report that were kept when the rows of the batch left the queue."""
+        if found.openai is None:
+            return None
+        return stored_facts(self._connection, found.openai.batch_id)
+
     def batch(self, request: Request) -> BatchStatus:
         """The status of the batch of a request's path. Raises NotFoundError."""
         found = self.queued(request)
@@ -43,3 +63,10 @@ class Visible:
             if found.openai is None:
                 raise
             return None
+
+
+def no_facts(found: Found) -> NotFoundError:
+    """The error for a report of a batch whose rows have left the queue without one."""
+    return NotFoundError(
+        f"the rows of batch {found.batch_id} have left the queue, and there are no facts of them"
+    )

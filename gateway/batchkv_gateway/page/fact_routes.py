@@ -10,10 +10,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from batchkv_gateway.http.answer import json_answer
-from batchkv_gateway.native.visible import Visible
+from batchkv_gateway.native.visible import Visible, no_facts
 from batchkv_gateway.page.event_routes import check_signed_in
 from batchkv_gateway.parts import Parts
 from batchkv_producer.report.document import document
+from batchkv_producer.report.facts import Facts
 
 
 class FactRoutes:
@@ -32,16 +33,26 @@ class FactRoutes:
     def facts(self, request: Request) -> Response:
         """The facts of one batch. It runs in a thread: 20,000 rows take about a second."""
         check_signed_in(request)
-        batch = self._visible.batch(request)
-        return json_answer(asdict(self._kept.of(batch)))
+        return json_answer(asdict(self._facts(request)))
 
     def report(self, request: Request) -> Response:
         """The report of `batchkv report`, as a file to keep."""
         check_signed_in(request)
-        batch = self._visible.batch(request)
-        text = document(self._kept.of(batch), _own_version())
-        name = f'attachment; filename="{batch.batch_id}.report.html"'
+        found = self._facts(request)
+        text = document(found, _own_version())
+        name = f'attachment; filename="{found.status.batch_id}.report.html"'
         return Response(text, media_type="text/html", headers={"content-disposition": name})
+
+    def _facts(self, request: Request) -> Facts:
+        """The facts of a batch. Raises NotFoundError if neither rows nor facts are there."""
+        found = self._visible.find(request)
+        batch = self._visible.status(found)
+        if batch is not None:
+            return self._kept.of(batch)
+        kept = self._visible.kept_facts(found)
+        if kept is None:
+            raise no_facts(found)
+        return kept
 
 
 def _own_version() -> str:

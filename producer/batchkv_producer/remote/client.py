@@ -278,7 +278,11 @@ class RemoteClient:
             canceled=canceled,
         )
         path = path_of(batch_id, "retry")
-        return part(self._transport.send("POST", path, None, terms.headers(), body), "queued", int)
+        answer = self._transport.send("POST", path, None, terms.headers(), body)
+        num = part(answer, "queued", int)
+        if answer.get("openai_id"):
+            self._transport.note(f"a batch of OpenAI's API ends once: see {answer['openai_id']}")
+        return num
 
     def forget(self, batch_id: str) -> str:
         """Delete a batch, with queued and running rows. Returns its full id."""

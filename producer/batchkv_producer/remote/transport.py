@@ -71,7 +71,7 @@ class Transport:
     def __init__(self, address: Address, note: Note) -> None:
         self.address = address
         self.retry_seconds = RETRY_SECONDS
-        self._note, self._is_away = note, False
+        self.note, self._is_away = note, False
         self._tls = address.tls()
 
     def get(self, path: str, **query: object) -> Any:
@@ -225,7 +225,7 @@ class Transport:
                 if time.monotonic() + wait > deadline:
                     raise
                 if not self._is_away:  # one sentence for each outage
-                    self._note(f"{fault}. Trying again")
+                    self.note(f"{fault}. Trying again")
                 self._is_away = True
             time.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -52,6 +52,11 @@ def test_a_producers_rights_are_enough(tmp_path: Path, monkeypatch: pytest.Monke
             native = gateway.url.removesuffix("/v1") + "/batchkv/v1"
             for path in ("batches?count=1", "workers", "left", "server", f"batches/{batch.id}"):
                 assert get(f"{native}/{path}", headers=own).status_code == 200, path
+            while get(f"{native}/batches/{batch.id}", headers=own).json()["in_queue"]:
+                assert time.monotonic() < deadline, gateway.log.read_text()
+                time.sleep(0.1)
+            report = get(f"{native}/batches/{batch.id}?facts=1", headers=own).json()["report"]
+            assert report["status"]["canceled"] == 2
             with HttpClient(base_url=f"http://127.0.0.1:{gateway.port}") as viewer:
                 header = {"x-batchkv-request": "1"}
                 begun = viewer.post("/page/login", json={"key": key}, headers=header)

@@ -70,9 +70,10 @@ def test_a_batch_survives_a_kill_at_each_step(
         with running_gateway(url, home, die_at=f"after {STEPS}._publish", **SOON) as dying:
             dying.wait_killed()
         outputs = sorted(path.name for path in (home / "gateway").glob("*.????*"))
-        forget = "batchkv_gateway.batches.driver:forget_batch"
-        with running_gateway(url, home, die_at=forget, **SOON) as dying:
-            dying.wait_killed()
+        for place in ("read_facts", "forget_batch"):
+            place = f"batchkv_gateway.batches.steps:{place}"
+            with running_gateway(url, home, die_at=place, **SOON) as dying:
+                dying.wait_killed()
         queued = Client(redis_connection).list_batches()
         assert [each.total for each in queued] == [len(names)]
         with running_gateway(url, home, **SOON) as one, running_gateway(url, home, **SOON) as two:

@@ -146,7 +146,8 @@ def test_rows_are_canceled_retried_and_deleted(
 def test_batches_of_openais_api_are_cancelled_alone(
     http: HttpClient, client: OpenAI, redis_connection: Redis
 ) -> None:
-    """A batch of OpenAI's API can be cancelled here; it can be neither retried nor deleted."""
+    """A batch of OpenAI's API can be cancelled here; while it is open it can be neither retried nor
+    deleted."""
     file = client.files.create(file=chat_file("a"), purpose="batch")
     made = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
@@ -157,7 +158,7 @@ def test_batches_of_openais_api_are_cancelled_alone(
     url = f"/batches/{found['batch_id']}"
     assert http.delete(url).status_code == 409
     assert http.post(f"{url}/retry").status_code == 409
-    assert http.post(f"{url}/cancel").json() == {"canceled": None, "openai_status": "cancelling"}
+    assert http.post(f"{url}/cancel").json() == {"canceled": 1, "openai_status": "cancelling"}
 
 
 def test_a_key_is_part_of_a_batch(http: HttpClient, redis_connection: Redis) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 from redis import Redis
 
 from batchkv_gateway.keys.store import KeyStore
@@ -17,7 +18,7 @@ from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import encode_result
 from batchkv_producer.wire.transitions import JobResult, Transitions
 from support.browser.chromium import Tab, browser, program
-from support.gateway import running_gateway, working
+from support.gateway import chat_file, running_gateway, working
 from support.redis_server import RedisServer
 
 pytestmark = pytest.mark.skipif(program() is None, reason="needs Chromium: apt install chromium")
@@ -179,6 +180,40 @@ def test_only_rows_that_can_be_retried_are_counted(
     assert page.run(f"{button}.textContent") == "Retry 1 failed row"
     page.run(f"{button}.click()")
     page.wait("/1 row was queued again\\. 2 rows cannot be retried/.test(document.body.innerText)")
+
+
+def test_a_batch_of_openais_api_is_shown_after_its_end(
+    tab: tuple[Tab, str], redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows, prompts and charts are there, and a retry leads to the batch that it made."""
+    page, _ = tab
+    monkeypatch.setenv("FAKE_FAIL", "b")
+    with redis_server.connect() as connection:
+        key = KeyStore(connection).add("scripts")
+    url = f"{page.run('location.origin')}/v1"
+    with OpenAI(base_url=url, api_key=key) as client, working(redis_server.url):
+        file = client.files.create(file=chat_file("a", "b"), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        page.run(f"location.hash = '#/batches/{batch.id}'")
+        page.wait("document.querySelector('#workers, .charts') && /text of a/.test("
+                  "document.querySelector('.rows')?.innerText)")  # fmt: skip
+        page.wait("document.querySelectorAll('.rows .good').length === 1")  # and none that runs
+        page.wait("document.querySelectorAll('.rows .bad').length === 1")
+        page.wait("/Download errors/.test(document.body.innerText)")
+        button = (
+            "[...document.querySelectorAll('button')].find((b) => /^Retry/.test(b.textContent))"
+        )
+        page.wait(button)
+        assert page.run(f"{button}.textContent") == "Retry 1 failed row"
+        page.run(f"{button}.click()")
+        page.wait("document.querySelector('.note-box a')")
+        assert "1 row was queued again as a new batch." in page.text()
+        page.run("document.querySelector('.note-box a').click()")
+        page.wait("/retry of/.test(document.querySelector('h1')?.textContent)")
+        assert len(client.batches.list().data) == 2
+    assert page.problems == []
 
 
 def test_facts_of_a_file_can_be_read_on_a_phone(tab: tuple[Tab, str]) -> None:

@@ -31,6 +31,7 @@ export function enter(id) {
     unanswered: null, // counts of rows without an answer, and for how many failed rows they hold
     fault: "",
     note: "",
+    link: false,
     isBusy: false,
     said: -1,
     rows: new RowList(id),
@@ -55,15 +56,15 @@ async function look(own) {
     const before = own.detail;
     own.detail = found;
     own.fault = "";
-    if (before && numEnded(before) !== numEnded(found)) own.rows.reload();
+    if (found.is_done) own.rows.loadEnds();
+    else if (!own.rows.rows.length || (before && numEnded(before) !== numEnded(found))) own.rows.reload();
     if (before && !before.is_done && found.is_done) own.factsAt = 0;
-    if (found.in_queue === false) own.factsAt = Date.now();
-    else if (found.failed !== before?.failed && found.failed) {
+    if (found.failed !== before?.failed && found.failed) {
       own.failures = (await getJson(`${base}/failures`)).data;
     }
-    if (found.in_queue !== false) await countUnanswered(own, found);
+    await countUnanswered(own, found);
     app.refresh();
-    if (own === view && found.total <= MAX_ROWS_UNASKED) await readFacts(own);
+    if (own === view && (found.total <= MAX_ROWS_UNASKED || found.in_queue === false)) await readFacts(own);
   } catch (error) {
     if (own !== view) return;
     own.fault = error.message;
@@ -90,6 +91,9 @@ async function readFacts(own) {
     const found = await getJson(`/page/facts/${own.id}`);
     if (own === view) own.facts = found;
     own.factsAt = Date.now();
+  } catch (error) {
+    if (own.detail.in_queue !== false || error.status !== 404) throw error;
+    own.factsAt = Date.now(); // an older gateway kept none of them
   } finally {
     own.isCounting = false;
     app.refresh();
@@ -114,15 +118,14 @@ export function render(id) {
     h("p", { class: "sum" }, sum(status)),
     tiles(status),
     alert(view.fault),
-    view.note && h("p", { class: "note-box", role: "status" }, view.note),
+    view.note && h("p", { class: "note-box", role: "status" }, view.note, " ", view.link),
+    wrongLines(status),
     waiting(status),
     actions(status),
     failures(status),
     charts(status),
     facts(status),
-    status.in_queue === false
-      ? h("p", { key: "rows" }, "The rows have left the queue. The batch's files have them.")
-      : h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
+    !isUnqueued(status) && h("section", { key: "rows", "aria-labelledby": "rows-title" }, view.rows.render()),
   ];
 }
 
@@ -149,7 +152,7 @@ function tiles(status) {
   return h(
     "dl",
     { key: "tiles", class: "tiles" },
-    tile("Done", `${status.percent_done} %`),
+    tile("Done", isUnqueued(status) ? "–" : `${status.percent_done} %`),
     tile("Speed", rate(status.tokens_per_second ?? view.detail?.tokens_per_second)),
     !status.is_done && tile("Time left", left(status)),
     tile("Prompt", short(status.prompt_tokens), "tokens"),
@@ -170,12 +173,28 @@ function waiting(status) {
   );
 }
 
+// Whether a batch of OpenAI's API failed before any of its rows was queued.
+const isUnqueued = (status) => status.openai_status === "failed" && !status.total;
+
+// Why it did.
+function wrongLines(status) {
+  const errors = status.openai_errors;
+  if (!errors?.length) return false;
+  return h(
+    "div",
+    { key: "wrong", class: "alert" },
+    h("p", {}, "This batch failed before any row was queued:"),
+    h("ul", {}, errors.slice(0, 20).map((one) => h("li", {}, one.line && `Line ${count(one.line)}: `, h("bdi", {}, one.message)))),
+    errors.length > 20 && h("p", {}, `and ${count(errors.length - 20)} more`),
+  );
+}
+
 // ---- changes ----
 
 function actions(status) {
   const base = `${NATIVE}/batches/${view.id}`;
   const hasRows = status.in_queue !== false;
-  const isOwn = !status.openai_id; // OpenAI's API has neither a retry nor a delete of batches
+  const isOwn = !status.openai_id;
   const button = (name, isShown, act, kind) =>
     isShown &&
     h("button", { key: name, type: "button", class: kind, disabled: view.isBusy, onclick: act }, name);
@@ -192,15 +211,18 @@ function actions(status) {
     status.in_queue === false && files(status),
     download("Download results", "", hasRows && status.ok > 0),
     download("Download failures", "?outcome=failed", hasRows && status.failed > 0),
-    hasRows &&
+    (hasRows || view.facts) &&
       numEnded(status) > 0 &&
       h("a", { key: "report", class: "button", href: `/page/report/${view.id}`, download: `${view.id}.report.html` }, "Download a report"),
-    retryButton(status, (name) => button(name, isOwn, () => retry(status))),
+    retryButton(status, (name) => button(name, isOwn || isOver(status), () => retry(status))),
     button("Cancel", !status.is_done, () => cancel(status), "danger"),
-    button("Forget", isOwn, () => forget(status), "danger"),
-    isOwn && beyondRetry(status),
+    button("Forget", isOwn || isOver(status) || status.openai_status === "failed", () => forget(status), "danger"),
+    beyondRetry(status),
   );
 }
+
+// A batch of OpenAI's API ends once: its failed rows can be retried as a new one.
+const isOver = (status) => ["completed", "expired", "cancelled"].includes(status.openai_status);
 
 // The counts of rows without an answer, if they are those of these failed rows.
 function unanswered(status) {
@@ -215,16 +237,16 @@ function retryButton(status, button) {
 }
 
 function beyondRetry(status) {
-  const words = whyNot(unanswered(status), status.batch_id);
+  const words = whyNot(unanswered(status), status);
   return words ? h("p", { key: "beyond", class: "beyond" }, words) : false;
 }
 
 // Sentences about the rows that no retry queues, each with what helps; "" without any.
-function whyNot(counts, id) {
+function whyNot(counts, { batch_id: id, openai_id: isOpenai }) {
   const { wrong = 0, expired = 0 } = counts ?? {};
   const parts = [
     wrong && `${plural(wrong, "row")} cannot be retried: ${wrong === 1 ? "its line is" : "their lines are"} wrong in the input. Correct the file and queue it as a new batch.`,
-    expired && `${plural(expired, "row")} ${expired === 1 ? "has" : "have"} no job in Redis any more: “batchkv retry ${id} --from FILE” queues ${expired === 1 ? "it" : "them"}.`,
+    expired && `${plural(expired, "row")} ${expired === 1 ? "has" : "have"} no ${isOpenai ? "input file" : "job in Redis"} any more: ${isOpenai ? "queue the file as a new batch." : `“batchkv retry ${id} --from FILE” queues ${expired === 1 ? "it" : "them"}.`}`,
   ];
   return parts.filter(Boolean).join(" ");
 }
@@ -248,6 +270,7 @@ async function change(method, path, then) {
   try {
     const answer = await sendJson(method, path);
     if (own === view) view.note = then(answer);
+    if (own === view) view.link = answer.openai_id && h("a", { href: `#/batches/${answer.openai_id}` }, "The new batch");
     app.say(own.note);
   } catch (error) {
     if (own === view) view.fault = error.message;
@@ -266,9 +289,10 @@ async function change(method, path, then) {
 async function retry(status) {
   const counts = unanswered(status);
   await change("POST", `${NATIVE}/batches/${view.id}/retry`, ({ queued }) => {
-    const again = queued ? `${plural(queued, "row")} ${queued === 1 ? "was" : "were"} queued again.` : "No row was queued again.";
+    const place = status.openai_id ? " as a new batch" : "";
+    const again = queued ? `${plural(queued, "row")} ${queued === 1 ? "was" : "were"} queued again${place}.` : "No row was queued again.";
     const others = status.failed - queued;
-    const why = whyNot(counts, status.batch_id) || `${plural(others, "failed row")} cannot be retried: wrong in the input, or without a job in Redis.`;
+    const why = whyNot(counts, status) || `${plural(others, "failed row")} cannot be retried: wrong in the input, or without a job in Redis.`;
     return others > 0 ? `${again} ${why}` : again;
   });
 }
@@ -285,7 +309,7 @@ async function cancel(status) {
 async function forget(status) {
   const isSure = await confirmed({
     title: "Forget this batch?",
-    text: `All ${plural(numEnded(status), "answer")} of ${nameOf(status)} will be deleted. Nothing brings them back.`,
+    text: `All ${plural(numEnded(status), "answer")} of ${nameOf(status)} will be deleted${status.openai_id ? ", with the files of them" : ""}. Nothing brings them back.`,
     action: "Delete everything",
   });
   if (!isSure) return;
@@ -469,9 +493,9 @@ function shares(id, title, heads, rows) {
 
 function facts(status) {
   const pairs = [
-    ["Id", h("code", {}, status.batch_id)],
+    status.batch_id !== status.openai_id && ["Id", h("code", {}, status.batch_id)],
     status.openai_id && ["Id of OpenAI's API", h("code", {}, status.openai_id)],
-    ["Model", h("bdi", {}, status.model)],
+    status.model && ["Model", h("bdi", {}, status.model)],
     status.scheme && ["KV scheme", status.scheme],
     status.dtype && ["dtype", status.dtype],
     status.fingerprint && ["Weights", h("code", {}, status.fingerprint.slice(0, 12))],

@@ -46,7 +46,12 @@ const STATE_CLASSES = {
   "being forgotten": "idle",
 };
 
+// States of OpenAI's API that the rows alone do not show.
+const OPENAI_CLASSES = { failed: "bad", expired: "bad", cancelled: "idle", cancelling: "idle", validating: "idle" };
+
 export function state(batch) {
+  const own = OPENAI_CLASSES[batch.openai_status];
+  if (own) return h("span", { class: `badge ${own}` }, batch.openai_status);
   const name = batch.state ?? (batch.is_done ? "done" : batch.running ? "running" : "waiting");
   const kind = name === "done" && batch.failed ? "bad" : (STATE_CLASSES[name] ?? "idle");
   return h("span", { class: `badge ${kind}` }, name);

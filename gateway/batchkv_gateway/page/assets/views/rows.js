@@ -7,7 +7,7 @@ import { count, duration, size } from "../format.js";
 import { choose, fileOf } from "../prompts.js";
 import { alert } from "./parts.js";
 
-const PAGE = 50;
+const PAGE = matchMedia("(max-width: 720px)").matches ? 20 : 50; // a phone shows one row below the other
 const RELOAD_MS = 5000; // at the soonest
 const OUTCOMES = [
   ["", "All rows"],
@@ -82,6 +82,12 @@ export class RowList {
   // The same page again, while the batch runs. Rows that are open for reading stay open.
   reload() {
     if (!this.isLoading && Date.now() - this.loadedAt > RELOAD_MS) this.load();
+  }
+
+  // The batch has ended: rows that were read before are read once more.
+  loadEnds() {
+    const hasOpen = this.rows.some((row) => row.outcome === "queued" || row.outcome === "running");
+    if (this.isLoading || hasOpen || !this.rows.length) this.load();
   }
 
   async go(after, outcome = this.outcome) {

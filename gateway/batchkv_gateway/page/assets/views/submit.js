@@ -7,6 +7,7 @@ import { count, percent, plural, short, size } from "../format.js";
 import { choose } from "../prompts.js";
 import { alert } from "./parts.js";
 
+const NO_GROUP = "none of 256 tokens or more"; // a block of the cache: shorter ones are no hits
 const PRIORITIES = ["normal", "high", "low"];
 const DEADLINES = [
   ["", "none"],
@@ -146,7 +147,7 @@ function pairs() {
     ["Wrong lines", count(checked.num_bad)],
     checked.num_duplicates > 0 && ["Duplicates", count(checked.num_duplicates)],
     ["Prompt tokens", `about ${short(estimate.num_tokens)}`],
-    ["Groups with a common prefix", `${count(estimate.num_groups)}, with ${plural(estimate.num_grouped, "row")}`],
+    ["Groups with a common prefix", estimate.num_groups ? `${count(estimate.num_groups)}, with ${plural(estimate.num_grouped, "row")}` : NO_GROUP],
     ["Expected cache hits", `${percent(estimate.hit_rate_one)} of the prompt tokens`],
     checked.model && ["Model of the lines", h("bdi", {}, checked.model)],
     checked.model_note && ["Note", h("bdi", {}, checked.model_note)],
