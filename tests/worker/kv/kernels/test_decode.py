@@ -118,6 +118,8 @@ def test_random_layers(seed: int, folder: Path) -> None:
     sample.check(CppLaunch(folder))
     if has_matrices(case):
         sample.check(CppLaunch(folder), matrices=True)
+        few = Sample.of(replace(case, rows=min(rows, 3)), (1, 500, 1024, 1100))
+        few.check(CppLaunch(folder), matrices=True)
 
 
 def test_free_rows_cost_nothing_and_give_zeros(folder: Path) -> None:
