@@ -136,6 +136,31 @@ def test_the_slow_worker_is_named(tab: tuple[Tab, str], redis_server: RedisServe
     assert marked == ["mini"]
 
 
+def test_a_speed_that_is_not_measured_yet_is_no_zero(
+    tab: tuple[Tab, str], redis_server: RedisServer
+) -> None:
+    """A worker with rows and without a measured speed shows none; an idle one shows 0."""
+    page, _ = tab
+    wip = redis_keys.registry("wip", redis_keys.queue_name("fake"))
+    with redis_server.connect() as connection:
+        for name in ("starts", "rests"):
+            facts = {"birth": "now", "queues": redis_keys.queue_name("fake"), "bkv_model": "fake"}
+            facts |= {"bkv_seen": str(int(time.time())), "bkv_tokens_per_second": "0"}
+            connection.hset(redis_keys.worker(name), mapping=facts)  # type: ignore[arg-type]
+            connection.sadd(redis_keys.workers(""), redis_keys.worker(name))
+        connection.hset(redis_keys.job("held"), "worker_name", "starts")
+        connection.zadd(wip, {"held:1": time.time() + 600})
+        page.run("location.hash = '#/workers'")
+        for name, speed in (("starts", "\N{EN DASH}"), ("rests", "0 tok/s")):
+            page.wait(f"document.querySelector('[aria-labelledby=worker-{name}] .speed')")
+            shown = page.run(
+                f"document.querySelector('[aria-labelledby=worker-{name}] .speed').textContent"
+            )
+            assert shown == speed
+        connection.zrem(wip, "held:1")
+        connection.delete(redis_keys.job("held"))
+
+
 def test_failures_are_as_new_as_their_count(tab: tuple[Tab, str]) -> None:
     """Facts that were read before the last row failed do not hide its code."""
     page, batch_id = tab

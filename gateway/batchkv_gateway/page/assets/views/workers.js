@@ -49,7 +49,7 @@ function card(worker) {
       h("span", { class: `badge ${kindOf(worker)}` }, worker.shown_state || worker.state),
       slow && h("span", { class: "badge bad" }, slow),
     ),
-    !isHost(worker) && h("p", { class: "speed" }, rate(worker.tokens_per_second)),
+    !isHost(worker) && h("p", { class: "speed" }, rate(speedNow(worker))),
     !isHost(worker) && speedOverTime(worker),
     h("dl", { class: "facts" }, facts(worker).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     app.session.sees_all && drainButton(worker),
@@ -62,11 +62,17 @@ function isHost(worker) {
   return worker.models?.length > 0;
 }
 
+// A worker that has rows and no speed has not measured one yet: its heartbeat brings the first.
+function speedNow(worker) {
+  return worker.num_running && !worker.tokens_per_second ? undefined : worker.tokens_per_second;
+}
+
 function speedOverTime(worker) {
   const now = [Math.round(Date.now() / 1000), worker.is_away ? 0 : (worker.tokens_per_second ?? 0)];
   const points = [...(app.history[worker.name] ?? []), now];
   if (points.length < 3) return false;
   const most = Math.max(...points.map(([, value]) => value));
+  if (!most) return false;
   const text = `since ${moment(points[0][0])}, at most ${rate(most)}`;
   return [sparkline(points, `Speed ${text}`), h("p", { class: "note" }, text)];
 }
