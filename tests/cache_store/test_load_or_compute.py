@@ -42,6 +42,14 @@ def test_a_load_must_be_quicker_than_computing() -> None:
     assert measured(redis=30 * MB).choose(options("redis")) is None
 
 
+def test_a_load_must_be_clearly_quicker() -> None:
+    """0.95 of the time to compute saves nothing, for a load also costs copies; 0.7 of it does."""
+    for speed, is_worth in [(41 * MB, False), (56 * MB, True)]:
+        gate = measured(redis=speed)  # 10 MB, against 256 ms
+        assert gate.pays("redis", 256, 10 * MB) is is_worth
+        assert gate.choose(options("redis")) == (0 if is_worth else None)
+
+
 def test_the_round_trip_counts_once() -> None:
     """One small block is not worth a round trip of a second, but ten are."""
     gate = measured(redis=1000 * MB)
@@ -71,6 +79,14 @@ def test_a_tier_that_was_refused_is_probed_within_a_share_of_the_time() -> None:
     for _ in range(40):
         gate.observe_load("redis", 100 * MB, 0.1)
     assert gate.choose(chain) == 2
+
+
+def test_a_try_that_would_lose_nothing_is_rare_too() -> None:
+    """A block loads in 1.05 of the time to compute it. A quarter of the load counts as lost."""
+    gate = measured(redis=37.34 * MB)
+    chain = options("redis", "redis", "redis")
+    tried = [index for index in range(60) if gate.choose(chain) is not None]
+    assert len(tried) == 6  # else it were 30
 
 
 def test_only_the_first_choice_for_a_prompt_earns_a_try() -> None:
