@@ -7,10 +7,12 @@ copies, checks and room in memory, and speeds vary. So it may take ``CLEAR_SHARE
 computing takes.
 
 All speeds are measured in use, as moving averages of seconds per byte and seconds per token. Unlike
-averages of speeds, these are not distorted by one lucky sample. A speed that was never measured
-counts as free, so that it is tried and measured (the search first loads one block). A network that
-was slow may be fast again. So the smallest step of a refused depth is tried now and then. Such
-tries may cost a fixed share of the time that the refused prompts took to compute.
+averages of speeds, these are not distorted by one lucky sample. The short rest of a prompt takes
+long for its few tokens, most of all where a long prefix is put before it. So it counts only until
+a longer part of a prompt was timed. A speed that was never measured counts as free, so that it is
+tried and measured (the search first loads one block). A network that was slow may be fast again. So
+the smallest step of a refused depth is tried now and then. Such tries may cost a fixed share of the
+time that the refused prompts took to compute.
 
 Pure functions: no clock, no I/O. Units are bytes, tokens and seconds.
 """
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 
 CLEAR_SHARE = 0.8  # of the time to compute that a load may take, to be worth it
 _LEAST_LOSS = 0.25  # of a load's time that a try counts as lost, however quick it is expected to be
+_LEAST_TOKENS = 256  # computed at once that tell the speed, if so many ever were
 _LEAST_SHARE = 0.1  # of a load's time that counts as transfer, whatever the round trip takes
 
 
@@ -61,6 +64,7 @@ class Gate:
         self._seconds_per_byte: dict[str, _Average] = {}
         self._write_seconds_per_byte: dict[str, _Average] = {}
         self._seconds_per_token = _Average(weight)
+        self._most_tokens = 0  # computed at once
         self._credit_seconds = 0.0  # time that tries may lose
 
     def observe_round_trip(self, tier: str, seconds: float) -> None:
@@ -107,10 +111,16 @@ class Gate:
             return num_bytes * average.value < CLEAR_SHARE * num_tokens * per_token * slowdown
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the time to compute so many prompt tokens."""
-        if num_tokens > 0:
-            with self._lock:
-                self._seconds_per_token.add(seconds / num_tokens)
+        """Record the time to compute so many prompt tokens at once."""
+        if num_tokens <= 0:
+            return
+        with self._lock:
+            if num_tokens < _LEAST_TOKENS <= self._most_tokens:
+                return
+            if self._most_tokens < _LEAST_TOKENS <= num_tokens:
+                self._seconds_per_token.value = None  # the short ones before tell less
+            self._most_tokens = max(self._most_tokens, num_tokens)
+            self._seconds_per_token.add(seconds / num_tokens)
 
     def prefill_seconds(self, num_tokens: int) -> float | None:
         """The expected time to compute so many prompt tokens; None before any was measured."""

@@ -50,6 +50,23 @@ def test_a_load_must_be_clearly_quicker() -> None:
         assert gate.choose(options("redis")) == (0 if is_worth else None)
 
 
+@pytest.mark.parametrize("order", ["rest first", "rest last", "rests only"])
+def test_short_rests_of_prompts_do_not_make_computing_look_slow(order: str) -> None:
+    """512 tokens take 0.32 s, 40 tokens behind a long prefix 1.2 s: only the first tell the speed.
+
+    A worker that never computes more at once goes by what it computes.
+    """
+    rest, whole = (40, 1.2), (512, 0.32)
+    samples = {"rest first": [rest, whole], "rest last": [whole, rest, rest], "rests only": [rest]}
+    gate = Gate()
+    for num_tokens, seconds in samples[order]:
+        gate.observe_prefill(num_tokens, seconds)
+    is_short = order == "rests only"
+    assert gate.prefill_seconds(1600) == pytest.approx(48.0 if is_short else 1.0)
+    gate.observe_load("redis", 10 * MB, 0.17)  # a block that takes 0.16 s to compute
+    assert gate.choose(options("redis", "redis")) == (1 if is_short else None)
+
+
 def test_the_round_trip_counts_once() -> None:
     """One small block is not worth a round trip of a second, but ten are."""
     gate = measured(redis=1000 * MB)
