@@ -11,9 +11,10 @@ last few of them, of kind ``state`` for the last one. The search has three steps
 3. It loads a batch of this depth's pieces from each tier and decodes each as it arrives. Missing or
    damaged pieces are searched in the slower tiers. While pieces remain, step 2 follows again, so
    that a tier that proves slow is used only as far as it pays. The first batch from a tier that was
-   never timed is one block.
+   never timed is one block, the next one 64 MB. Each further batch has twice as many bytes.
 
-Pieces of kind ``kv`` are handed over as they arrive, if the caller wants that.
+Pieces of kind ``kv`` are handed over as they arrive, if the caller wants that. When the caller says
+that it wants no more, the search ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from batchkv_cache_store.blocks.block import Block, Expected, Kind, Limits, decode
@@ -31,10 +33,12 @@ from batchkv_cache_store.guarded import Counters, GuardedTier
 from batchkv_cache_store.load_or_compute import Gate, Option
 
 KEYS_AT_ONCE = 64
+FIRST_BYTES = 64 * 1024 * 1024  # of a search's first batch: a tier may be slow by now
 MAX_FETCH_BYTES = 256 * 1024 * 1024
 
 Piece = tuple[int, Kind]  # a block's number in the prompt, from 0, and one of its kinds
-HandOver = Callable[[Piece, Block, str], object]  # called with a piece and the name of its tier
+# Called with a piece and the name of its tier. It returns False if no more are wanted.
+HandOver = Callable[[Piece, Block, str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,9 @@ class Found:
 
     ``pieces``: those that the depth needs and the caller does not have. ``stop`` is the reason for
     not going deeper: "" if all blocks were found, "missing <kind> <number>" for the first piece
-    that no tier has, "gated", "rejected <reason>", or "trouble <tier>". ``tiers`` has the name of
-    the tier that each piece came from. ``handed``: pieces that were handed over before; ``pieces``
-    lacks them.
+    that no tier has, "gated", "unwanted", "rejected <reason>", or "trouble <tier>". ``tiers`` has
+    the name of the tier that each piece came from. ``handed``: pieces that were handed over before;
+    ``pieces`` lacks them.
     """
 
     depth: int = 0
@@ -162,12 +166,14 @@ class Search:
         self._blocks: dict[Piece, Block] = {}
         self._came_from: dict[Piece, str] = {}
         self._num_choices = 0
+        self._most_bytes = FIRST_BYTES  # of the next batch
+        self._is_unwanted = False
         self._trouble = ""  # the reason for not going deeper, unless it is a gap
 
     def run(self) -> Found:
         """Search the tiers. Faults of tiers and blocks raise nothing."""
         self._locate_chain()
-        while depth := self._choose():
+        while not self._is_unwanted and (depth := self._choose()):
             needed = [p for p in self._wanted.needed_at(depth) if p not in self._wanted.had]
             if missing := [piece for piece in needed if piece not in self._came_from]:
                 self._fetch(missing)
@@ -252,6 +258,8 @@ class Search:
             if not batch:
                 continue
             self._load(batch, index)
+            if self._is_unwanted:
+                return
             lost += [(piece, index) for piece in batch if piece not in self._came_from]
         for piece, _ in lost:
             del self._locations[piece]
@@ -264,16 +272,19 @@ class Search:
         by_name = {self._name(piece): piece for piece in batch}
         sizes = {name: self._locations[piece].num_bytes for name, piece in by_name.items()}
         seconds, num_bytes, start = 0.0, 0, time.perf_counter()
-        for name, data in tier.stream(sizes):
-            piece = by_name[name]
-            is_good = self._accept(piece, data, index)
-            num_bytes += len(data)
-            # The time of a load includes the checks of its bytes, but not who takes them.
-            seconds += time.perf_counter() - start
-            if is_good and self._hand_over is not None and piece[1] is Kind.KV:
-                self._handed.add(piece)
-                self._hand_over(piece, self._blocks.pop(piece), tier.name)
-            start = time.perf_counter()
+        with closing(tier.stream(sizes)) as arriving:
+            for name, data in arriving:
+                piece = by_name[name]
+                is_good = self._accept(piece, data, index)
+                num_bytes += len(data)
+                # The time of a load includes the checks of its bytes, but not who takes them.
+                seconds += time.perf_counter() - start
+                if is_good and self._hand_over is not None and piece[1] is Kind.KV:
+                    self._handed.add(piece)
+                    if self._hand_over(piece, self._blocks.pop(piece), tier.name) is False:
+                        self._is_unwanted, self._trouble = True, "unwanted"
+                        break
+                start = time.perf_counter()
         self._gate.observe_load(tier.name, num_bytes, seconds)
 
     def _batch(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -283,11 +294,13 @@ class Search:
         tier = self._tiers[self._locations[pieces[0]].tier]
         if not self._gate.is_measured(tier.name):
             return list(pieces[:1])
+        most = self._most_bytes
+        self._most_bytes = min(2 * most, MAX_FETCH_BYTES)
         batch: list[Piece] = []
         num_bytes = 0
         for piece in pieces[:KEYS_AT_ONCE]:
             num_bytes += self._locations[piece].num_bytes
-            if batch and num_bytes > MAX_FETCH_BYTES:
+            if batch and num_bytes > most:
                 break
             batch.append(piece)
         return batch

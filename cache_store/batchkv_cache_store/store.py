@@ -165,6 +165,11 @@ class Store:
         verdicts = {self.gate.pays(one.name, num_tokens, num_bytes, slowdown) for one in far}
         return True if True in verdicts else None if None in verdicts else False
 
+    def far_seconds(self, num_bytes: int) -> float:
+        """The expected time of a load from the slowest far tier; 0 if nothing is known of it."""
+        far = self._tiers[self._num_near :]
+        return max((self.gate.load_seconds(one.name, num_bytes) for one in far), default=0.0)
+
     @property
     def limits(self) -> Limits:
         """The limits of a block's sizes."""

@@ -7,18 +7,26 @@ A hub with Redis and two workers are in network namespaces of their own. Their l
 a second, as an M4 Max computes a model of 4 billion parameters: the model is left out in prefill,
 whose layers get ready keys and values, and it sleeps for the rest of the time.
 
+``bare``   the time of the same bytes over the same link into one buffer, by a program that does
+           nothing else: no reader on this machine can be quicker
 ``read``   the second worker's time to the first token behind 8,192 tokens whose blocks the first
            one has written, against computing them, in turns
 ``write``  the first worker's time for 8,192 tokens that it writes, against no tier, in turns
 
 It needs Linux, ``ip``, ``tc`` and ``unshare``, and no root where users may make namespaces.
+
+MLX keeps the memory of freed arrays on a Mac. On Linux's CPUs it gives each large one back to the
+kernel, whose new pages then cost more than all copies do, most of all in a virtual machine. So the
+workers keep theirs, too (``GLIBC_TUNABLES``, if it is not set), and use it once before the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -61,6 +69,11 @@ CHUNK_TOKENS = 512
 TAIL_TOKENS = 40
 KV_HEADS, HEAD_DIM = 8, 128
 HUBS = {"mac1": "10.0.1.1", "mac2": "10.0.2.1"}
+KEPT_MEMORY = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:"
+    "glibc.malloc.trim_threshold=68719476736"
+}
+BURST_SECONDS = 0.0032  # of a link's rate: what tc needs for 10 Gb/s
 SERVER_SECONDS = 20.0
 ROLE_SECONDS = 600.0
 
@@ -101,9 +114,17 @@ class SlowEngine:
 
         prefill._compute_chunk = slowed  # type: ignore[method-assign]
 
-    def first_token(self, prompt: list[int], num_common: int) -> tuple[float, int]:
+    def warm(self, num_shared: int) -> None:
+        """Compute such a prompt, and go on from it: a worker knows its speed and has its memory."""
+        self.first_token(prompt_of(99, num_shared), 0)
+        self.first_token(prompt_of(99, num_shared), 0, is_new=False)
+
+    def first_token(
+        self, prompt: list[int], num_common: int, *, is_new: bool = True
+    ) -> tuple[float, int]:
         """(seconds to the first token of a row that is alone, its cached tokens)."""
-        self.engine.prefixes.clear()
+        if is_new:
+            self.engine.prefixes.clear()
         generation, start = Generation(1, temperature=0.0), time.perf_counter()
         self.engine.submit_row(Row("row", prompt, generation, num_common=num_common))
         while not (events := self.engine.step()):
@@ -167,6 +188,8 @@ def prompt_of(seed: int, num_shared: int, tail: int = 0) -> list[int]:
 
 def play(role: str, url: str, num_shared: int, rounds: int) -> dict[str, Any]:
     """One worker's part; what it measured."""
+    if role == "bare":
+        return {"seconds": [bare(url) for _ in range(rounds)]}
     if role == "fill":
         with_tier = SlowEngine(url, "shared")
         with_tier.first_token(prompt_of(1, num_shared), num_shared)
@@ -174,8 +197,8 @@ def play(role: str, url: str, num_shared: int, rounds: int) -> dict[str, Any]:
         with_tier.engine.close()
         return {"counters": counters}
     with_tier, without = SlowEngine(url), SlowEngine(None)
-    for engine in (with_tier, without):  # a worker that has computed something knows its speed
-        engine.first_token(prompt_of(99, 4 * CHUNK_TOKENS), 0)
+    for engine in (with_tier, without):
+        engine.warm(num_shared)
     found: dict[str, Any] = {"with": [], "without": [], "cached": []}
     for number in range(rounds):
         seed = 1 if role == "read" else 100 + number
@@ -189,6 +212,24 @@ def play(role: str, url: str, num_shared: int, rounds: int) -> dict[str, Any]:
     with_tier.engine.close()
     without.engine.close()
     return found
+
+
+def bare(url: str) -> float:
+    """Seconds to read all blocks of the hub into one buffer, one after the other."""
+    names = sorted(Redis.from_url(url).scan_iter("batchkv-block:*", count=1000))
+    buffer, left = memoryview(bytearray(2**20)), 0
+    with Redis.from_url(url).pipeline(transaction=False) as pipeline:
+        for name in names:
+            pipeline.strlen(name)
+        left = sum(size + len(b"$%d\r\n\r\n" % size) for size in pipeline.execute())
+    host, port = url.removeprefix("redis://").split("/")[0].split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        start = time.perf_counter()
+        asked = (b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names)
+        connection.sendall(b"".join(asked))
+        while left:
+            left -= connection.recv_into(buffer, min(left, len(buffer)))
+        return time.perf_counter() - start
 
 
 # -- what runs outside
@@ -229,7 +270,8 @@ class Hub:
                     [*tc, "del", "dev", device, "root"], capture_output=True, check=False
                 )
                 if rate is not None:
-                    shaped = ["root", "tbf", "rate", rate, "burst", "4mb", "latency", "100ms"]
+                    burst = str(int(bits(rate) / 8 * BURST_SECONDS))
+                    shaped = ["root", "tbf", "rate", rate, "burst", burst, "latency", "100ms"]
                     subprocess.run([*tc, "add", "dev", device, *shaped], check=True)
 
     def run(self, mac: str, role: str, num_shared: int, rounds: int) -> dict[str, Any]:
@@ -241,8 +283,14 @@ class Hub:
             text=True,
             check=True,
             timeout=ROLE_SECONDS,
+            env={**KEPT_MEMORY, **os.environ},
         )
         return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def bits(rate: str) -> float:
+    """Bits a second of a rate like ``tc``'s: "10gbit", "2500mbit"."""
+    return float(rate[:-4]) * {"g": 1e9, "m": 1e6, "k": 1e3}[rate[-4]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -258,12 +306,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             hub.shape(None)
             hub.run("mac1", "fill", num_shared, 1)
             hub.shape(link)
+            floor = hub.run("mac2", "bare", num_shared, rounds)
+            print(f"{link:8} bare   {_seconds(floor['seconds'])} s", flush=True)
             parts = {"read": hub.run("mac2", "read", num_shared, rounds)}
             hub.empty()
             parts["write"] = hub.run("mac1", "write", num_shared, rounds)
             for part, found in parts.items():
                 show(link, part, found)
-            results[link] = parts
+            results[link] = {"bare": floor, **parts}
     return results
 
 

@@ -42,6 +42,31 @@ def test_a_load_must_be_quicker_than_computing() -> None:
     assert measured(redis=30 * MB).choose(options("redis")) is None
 
 
+def test_a_load_must_be_clearly_quicker() -> None:
+    """0.95 of the time to compute saves nothing, for a load also costs copies; 0.7 of it does."""
+    for speed, is_worth in [(41 * MB, False), (56 * MB, True)]:
+        gate = measured(redis=speed)  # 10 MB, against 256 ms
+        assert gate.pays("redis", 256, 10 * MB) is is_worth
+        assert gate.choose(options("redis")) == (0 if is_worth else None)
+
+
+@pytest.mark.parametrize("order", ["rest first", "rest last", "rests only"])
+def test_short_rests_of_prompts_do_not_make_computing_look_slow(order: str) -> None:
+    """512 tokens take 0.32 s, 40 tokens behind a long prefix 1.2 s: only the first tell the speed.
+
+    A worker that never computes more at once goes by what it computes.
+    """
+    rest, whole = (40, 1.2), (512, 0.32)
+    samples = {"rest first": [rest, whole], "rest last": [whole, rest, rest], "rests only": [rest]}
+    gate = Gate()
+    for num_tokens, seconds in samples[order]:
+        gate.observe_prefill(num_tokens, seconds)
+    is_short = order == "rests only"
+    assert gate.prefill_seconds(1600) == pytest.approx(48.0 if is_short else 1.0)
+    gate.observe_load("redis", 10 * MB, 0.17)  # a block that takes 0.16 s to compute
+    assert gate.choose(options("redis", "redis")) == (1 if is_short else None)
+
+
 def test_the_round_trip_counts_once() -> None:
     """One small block is not worth a round trip of a second, but ten are."""
     gate = measured(redis=1000 * MB)
@@ -71,6 +96,14 @@ def test_a_tier_that_was_refused_is_probed_within_a_share_of_the_time() -> None:
     for _ in range(40):
         gate.observe_load("redis", 100 * MB, 0.1)
     assert gate.choose(chain) == 2
+
+
+def test_a_try_that_would_lose_nothing_is_rare_too() -> None:
+    """A block loads in 1.05 of the time to compute it. A quarter of the load counts as lost."""
+    gate = measured(redis=37.34 * MB)
+    chain = options("redis", "redis", "redis")
+    tried = [index for index in range(60) if gate.choose(chain) is not None]
+    assert len(tried) == 6  # else it were 30
 
 
 def test_only_the_first_choice_for_a_prompt_earns_a_try() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from batchkv_cache_store import lookup
 from batchkv_cache_store.blocks.block import Block, Kind, Limits
 from batchkv_cache_store.blocks.manifests import decode_manifest
 from batchkv_cache_store.blocks.names import block_name, manifest_name
@@ -294,6 +295,43 @@ def test_a_tier_is_timed_before_much_is_loaded(monkeypatch: pytest.MonkeyPatch) 
         found = store.lookup(wanted(blocks))
         assert (found.depth, found.stop) == (1, "gated")
         assert [call for call in shared.calls if call[0] == "get"] == [("get", 1)]
+
+
+def test_batches_grow_so_that_a_tier_that_became_slow_costs_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One block of ten is the first batch, then two, then four. If the first is slow, it is all."""
+    blocks = chain_of(PROMPT)
+    monkeypatch.setattr(lookup, "FIRST_BYTES", len(encoded(blocks[0])))
+    for seconds, loads in [(0.0, [1, 2, 4, 3]), (1e9, [1])]:
+        shared = FaultyTier()
+        put(shared, blocks)
+        gate = Gate()
+        gate.observe_prefill(1, 1.0)
+        gate.observe_load("shared", 10**9, 1e-9)
+        observe = gate.observe_load
+        monkeypatch.setattr(
+            gate, "observe_load", lambda tier, size, _, to=observe, s=seconds: to(tier, size, s)
+        )
+        with closing_store([shared], gate=gate) as store:
+            found = store.lookup(wanted(blocks))
+            assert found.depth == sum(loads)
+            assert [count for call, count in shared.calls if call == "get"] == loads
+
+
+def test_a_search_ends_when_nobody_wants_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block is refused: no other is loaded, and the tier's speed is known."""
+    blocks = chain_of(PROMPT)
+    near, shared = FaultyTier("near"), FaultyTier()
+    put(near, blocks)
+    put(shared, blocks)
+    near.calls.clear()
+    shared.calls.clear()
+    with closing_store([near, shared]) as store:
+        found = store.lookup(wanted(blocks), hand_over=lambda *_: False)
+        assert (found.depth, found.stop, len(found.handed)) == (0, "unwanted", 1)
+        assert near.calls == [("contains", len(blocks)), ("get", 1)] and not shared.calls
+        assert store.gate.is_measured("near")
 
 
 def test_what_the_caller_has_is_not_fetched() -> None:

@@ -88,6 +88,7 @@ class Fetch:
 
     state: FetchState = FetchState.NEW
     asked_at: float = 0.0
+    is_far: bool = False  # the pending lookup crosses a network
     held_since: float = 0.0
     deepest: int = 0  # most blocks that were here at one time
     num_bytes: int = 0  # fetched and not used yet

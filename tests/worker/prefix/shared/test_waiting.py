@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from batchkv_cache_store.store import Store, StoreSettings
 from batchkv_cache_store.tiers.base import Put
 from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.engine.engine import Engine
+from batchkv_worker.prefix.shared import client, worth
 from batchkv_worker.prefix.shared.access import Access
 from batchkv_worker.sequence import FetchState, Generation
 from batchkv_worker.sequence import Sequence as Row
@@ -43,9 +45,9 @@ class GatedTier(MemoryTier):
 
     name = "shared"
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_far: bool = False) -> None:
         super().__init__(256 * MIB)
-        self.name = "shared"
+        self.name, self.is_far = "shared", is_far
         self.is_open = threading.Event()
         self.is_open.set()
 
@@ -147,6 +149,84 @@ def test_a_store_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         assert late.num_cached == 768
         engine.check_integrity()
     assert leases.held() == []
+
+
+@contextmanager
+def behind_a_network(**changes: Any) -> Iterator[tuple[GatedTier, Engine]]:
+    """A shut tier with SHARED that crosses a network, and an engine that knows its own speed."""
+    tier = GatedTier(is_far=True)
+    model = tiny_models.build("llama")
+    with running(model, access([tier], writes="all")) as engine:
+        run(engine, tails(1))
+        assert engine.client.flush(30)
+    tier.is_open.clear()
+    with running(model, access([tier], **changes)) as engine:
+        gate = engine.client._access.store.gate  # type: ignore[attr-defined]
+        gate.observe_prefill(1000, 1.0)
+        gate.observe_prefill = lambda *_: None
+        yield tier, engine
+        tier.is_open.set()
+
+
+def test_the_engine_stands_still_for_a_network_a_moment_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing comes within the moment: the row is computed. A late answer does no harm."""
+    monkeypatch.setattr(client, "IDLE_SECONDS", 0.1)
+    with behind_a_network() as (tier, engine):
+        start = time.monotonic()
+        assert cached(run(engine, tails(1))) == [0]
+        assert 0.1 < time.monotonic() - start < DEADLINE_SECONDS / 4
+        assert engine.client.counters["gave_up.slow"] == 1
+        tier.is_open.set()
+        eventually(lambda: engine.client.counters.get("lookups") == 1)
+        engine.prefixes.clear()
+        assert cached(run(engine, tails(1))) == [768]
+
+
+def test_a_long_prompt_waits_longer_for_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.5 % of a thousand seconds of computing: the row waits for its blocks, which come later."""
+    monkeypatch.setattr(client, "IDLE_SECONDS", 0.0)
+    with behind_a_network() as (tier, engine):
+        engine.client._access.store.gate._seconds_per_token.value = 1.3  # type: ignore[attr-defined]
+        engine.submit_row(row("0", tails(1)[0]))
+        for _ in range(20):
+            engine.step()
+        assert engine.client._pending.idle_seconds > 0.2  # type: ignore[attr-defined]
+        tier.is_open.set()
+        assert cached(finish(engine, 1)) == [768]
+
+
+def test_waiting_for_a_network_is_free_while_other_rows_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine does not stand still while a row decodes: another one waits for its blocks."""
+    monkeypatch.setattr(client, "IDLE_SECONDS", 0.0)
+    with behind_a_network() as (tier, engine):
+        first, second = row("0", [1, 2, 3], 80), row("1", tails(1)[0])
+        engine.submit_row(first)
+        engine.step()
+        engine.submit_row(second)
+        for _ in range(40):
+            engine.step()
+        time.sleep(0.02)
+        assert second.fetch is not None and second.fetch.state is FetchState.ASKED
+        tier.is_open.set()
+        assert cached(finish(engine, 2)) == [0, 768]
+
+
+def test_a_try_of_a_slow_network_holds_up_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier is known to be slow. It is looked into now and then, and no row waits for that."""
+    monkeypatch.setattr(client, "IDLE_SECONDS", DEADLINE_SECONDS)
+    monkeypatch.setattr(worth, "TRY_EVERY", 1)
+    with behind_a_network(writes="needed") as (tier, engine):
+        store = engine.client._access.store  # type: ignore[attr-defined]
+        store.gate.observe_load("shared", 1, 1.0)
+        start = time.monotonic()
+        assert cached(run(engine, tails(1))) == [0]
+        assert time.monotonic() - start < DEADLINE_SECONDS / 4
+        tier.is_open.set()
+        eventually(lambda: store.counters().get("lookups") == 1)
 
 
 def test_a_canceled_row_lets_its_leases_go(tmp_path: Path) -> None:

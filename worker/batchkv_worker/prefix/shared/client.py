@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from batchkv_cache_store.blocks.block import Block
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, namespace, own_root, root_key
 from batchkv_cache_store.lookup import Piece
+from batchkv_cache_store.tiers.base import STREAM_BYTES
 from batchkv_producer.wire.cache_note import CacheNote, token_marks
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.model.loader import LoadedModel
@@ -42,6 +43,8 @@ from batchkv_worker.sequence import Fetch, FetchState, Sequence
 log = logging.getLogger("batchkv.cache")
 
 AHEAD_ROWS = 64  # waiting rows that are looked up, the oldest
+IDLE_SECONDS = 0.25  # that the engine may always stand still for a block over the network
+IDLE_SHARE = 0.015  # of the time that a row's own computing takes
 TAKE_BYTES = 128 * 2**20  # of results taken in between two steps, and one more
 
 
@@ -118,8 +121,7 @@ class StoreClient(PrefixClient):
             self._begin_lookup(row, fetch, depth, now)
 
     def wait(self, timeout_seconds: float) -> None:
-        if not self._pending.has_answers:
-            self._fetcher.wait(timeout_seconds)
+        self._pending.wait(timeout_seconds)
 
     def send(self, *, is_idle: bool) -> None:
         self.outbox.send(is_idle=is_idle)
@@ -131,6 +133,7 @@ class StoreClient(PrefixClient):
         now = time.monotonic()
         if fetch.state is FetchState.ASKED:
             is_late = now - fetch.asked_at > self._access.lookup_seconds
+            is_late = is_late or (fetch.is_far and self._is_dear(row))
             return is_late and self._give_up(fetch, "slow")
         depth = self._prefix_memory.depth_of(row)
         # The scheduler makes sure that a block of this worker is computed once.
@@ -143,6 +146,27 @@ class StoreClient(PrefixClient):
             if now - fetch.held_since > self._held_limit(row, depth):
                 return self._give_up(fetch, "held")
         return False
+
+    def _is_dear(self, row: Sequence) -> bool:
+        """Whether the engine has stood still for too long while no block came over the network.
+
+        The tier may be slower than it was, or of unknown speed. A row waits as long as a small
+        share of its own computing takes, or some times as long as a known speed lets expect. The
+        lookup goes on without it up to its next block, which tells how quick the tier is.
+        """
+        idle = self._pending.idle_seconds
+        if idle <= 0.0:
+            return False
+        depth = self._prefix_memory.depth_of(row)
+        num_tokens = (len(row.block_keys) - depth) * BLOCK_TOKENS
+        seconds = self._store.gate.prefill_seconds(num_tokens)
+        if seconds is None:
+            return False
+        pays = self._worth.pays(row)
+        if pays is False and not self._store.has_near:
+            return True  # it is a try, which costs this row nothing
+        expected = self._worth.far_seconds(STREAM_BYTES) if pays else 0.0
+        return idle > max(IDLE_SECONDS, IDLE_SHARE * seconds, 4 * expected)
 
     def _held_limit(self, row: Sequence, depth: int) -> float:
         """Seconds to wait for another worker that makes no progress.
@@ -196,7 +220,7 @@ class StoreClient(PrefixClient):
         self._ask(row, fetch, depth, now, is_near)
 
     def _ask(self, row: Sequence, fetch: Fetch, depth: int, now: float, is_near: bool) -> None:
-        fetch.state, fetch.asked_at = FetchState.ASKED, now
+        fetch.state, fetch.asked_at, fetch.is_far = FetchState.ASKED, now, not is_near
         fetch.deepest = max(fetch.deepest, depth)
         had = self._prefix_memory.pieces(row.block_keys)
         wanted = self.block_layout.wanted(self.namespace, row.block_keys, row.prompt, had)

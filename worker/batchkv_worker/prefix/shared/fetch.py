@@ -148,8 +148,11 @@ class Fetcher:
                 self._num_handed -= answer.num_bytes
                 self._taken.notify_all()
 
-    def _hand_over(self, ticket: int, piece: Piece, block: Block, tier: str) -> None:
-        """Pass one block on. Waits while the engine has not taken the blocks before it."""
+    def _hand_over(self, ticket: int, piece: Piece, block: Block, tier: str) -> bool:
+        """Pass one block on. Waits while the engine has not taken the blocks before it.
+
+        Returns False if nobody wants it.
+        """
         part = LookupResult(ticket, pieces={piece: block}, tiers={piece: tier}, is_last=False)
         with self._taken:
 
@@ -160,10 +163,11 @@ class Fetcher:
             if not self._taken.wait_for(may_go_on, HAND_SECONDS):
                 log.warning("the engine takes no blocks for %.0f s", HAND_SECONDS)
             if self._is_closed or ticket in self._abandoned:
-                return  # nobody wants it
+                return False
             self._num_handed += part.num_bytes
         self._answers.put(part)
         self._has_answers.set()
+        return True
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait for a result."""
@@ -224,7 +228,7 @@ class Fetcher:
             self._release(answer)
             most = min(found.depth + MAX_LEASES, question.num_worth)
             missing = wanted.keys[found.depth : most]
-            if not missing or found.stop == "gated":
+            if not missing or found.stop in ("gated", "unwanted"):
                 break
             answer.leases = self._leases.acquire_chain(missing)
             answer.is_held = not answer.leases

@@ -38,6 +38,7 @@ class PendingLookups:
         self._given_up: set[int] = set()  # tickets whose rows went on without an answer
         self._retry_at: dict[bytes, float] = {}  # of blocks that another worker computes
         self._answers: deque[LookupResult] = deque()
+        self.idle_seconds = 0.0  # that the engine has waited since the last answer came
 
     @property
     def is_hung(self) -> bool:
@@ -55,6 +56,8 @@ class PendingLookups:
 
     def ask(self, row: Sequence, missing: bytes, make: Callable[[int], Lookup]) -> None:
         """Start a lookup."""
+        if not self._asked:
+            self.idle_seconds = 0.0
         ticket = next(self._tickets)
         self._asked[ticket] = PendingLookup(row, missing)
         self._asked_for[missing] = ticket
@@ -74,6 +77,8 @@ class PendingLookups:
     def answers(self) -> Iterator[tuple[PendingLookup, LookupResult]]:
         """Results that have come, one by one; those that are not taken stay."""
         self._answers += self._fetcher.answers()
+        if self._answers:
+            self.idle_seconds = 0.0
         while self._answers:
             answer = self._answers.popleft()
             if not answer.is_last:
@@ -85,6 +90,14 @@ class PendingLookups:
             self._given_up.discard(answer.ticket)
             self._retry_at.pop(asked.missing, None)
             yield asked, answer
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait for an answer, while the engine has nothing else to do."""
+        if self.has_answers:
+            return
+        start = time.monotonic()
+        self._fetcher.wait(timeout_seconds)
+        self.idle_seconds += time.monotonic() - start
 
     def abandon(self, fetch: Fetch) -> None:
         """No row waits for this result: leases that it brings are released at once."""

@@ -53,6 +53,10 @@ class Worth:
             return True
         return self._store.far_pays(BLOCK_TOKENS, self._block_bytes, row.slowdown)
 
+    def far_seconds(self, num_bytes: int) -> float:
+        """The expected time to load so many bytes and one block more from a far tier."""
+        return self._store.far_seconds(num_bytes + self._block_bytes)
+
     def num_leased(self, row: Sequence) -> int:
         """How many of a waiting row's first blocks are written once they are computed."""
         if self._store.has_near or not self._store.has_far:
