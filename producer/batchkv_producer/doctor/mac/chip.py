@@ -17,7 +17,7 @@ HEADER_BYTES = 65_536
 NAX_CHIP = 5  # from M5 on, the GPU has units for matrix products
 _MAC = ("darwin",)
 _WHEEL_TAG = re.compile(r"macosx_(\d+)_(\d+)_")
-_SAME = "run `make venv` with `SYSTEM_VERSION_COMPAT=0`, so that pip sees the real macOS"
+_ANEW = "run `make distclean venv`: it asks pip and uv to see the real macOS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def judge_build(facts: BuildFacts) -> Verdict | None:
             return warn(
                 f"MLX's build for macOS {built} does not use the matrix units of {facts.chip}: "
                 "prompts are computed about 3 times slower",
-                _SAME,
+                _ANEW,
             )
         return warn(
             f"MLX's build for macOS {built} does not use the matrix units of {facts.chip}",
