@@ -157,14 +157,18 @@ def test_a_device_that_stays_broken_ends_the_engine() -> None:
     running = engine("llama")
     submit(running)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeSlots, "end_step", failing(DecodeSlots.end_step, {2}, TIMEOUT))
 
         def broken(*_: Any) -> None:
             raise VICTIM
 
-        patch.setattr(mx, "synchronize", broken)
-        with pytest.raises(RuntimeError, match="METAL"):
+        def breaks(*_: Any) -> None:
+            patch.setattr(mx, "synchronize", broken)
+            raise TIMEOUT
+
+        patch.setattr(DecodeSlots, "end_step", breaks)
+        with pytest.raises(RuntimeError, match="GPU Timeout"):  # what failed first
             drain(running)
+    assert running._recovery.num_device_faults == 1  # no row was begun on it again
 
 
 def test_chunks_grow_again_as_rows_end() -> None:

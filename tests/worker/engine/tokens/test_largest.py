@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import mlx.core as mx
@@ -26,6 +27,16 @@ def test_the_largest_are_those_of_a_stable_sort(total: int, levels: int) -> None
             wanted = sorted(range(total), key=lambda i, line=line: (-line[i], i))[:count]
             assert found == wanted
             assert numbers == [line[i] for i in wanted]
+
+
+@pytest.mark.parametrize("count", [1, 17, MAX_COUNT])
+def test_equal_numbers_of_unequal_blocks_come_in_order(count: int) -> None:
+    """A number that ends the choice is equal to ones in blocks whose largest are larger."""
+    drawn = random.Random(count)
+    numbers = [float(int(-math.log2(1 - drawn.random()))) for _ in range(300 * BLOCK + 5)]
+    indices, _ = largest(mx.array([numbers]), count)
+    wanted = sorted(range(len(numbers)), key=lambda i: (-numbers[i], i))[:count]
+    assert indices.tolist() == [wanted]
 
 
 def test_numbers_that_are_no_choice_stay_behind_all_others() -> None:

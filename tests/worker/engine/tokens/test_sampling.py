@@ -103,13 +103,12 @@ def test_a_few_tokens_are_drawn_as_from_a_sorted_vocabulary(
 def test_a_models_vocabulary_gives_the_tokens_of_a_sort(
     dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 151,936 tokens; in bfloat16 hundreds of them are equal where ``top_k`` ends."""
+    """Of 151,936 tokens; in bfloat16 several of them are equal where ``top_k`` ends."""
     mx.random.seed(8)
     logits = (3 * mx.random.normal((12, 151_936))).astype(dtype)
-    logits = mx.minimum(logits, mx.array(9.0, dtype))  # the likeliest are equal, too
     counts = (1, 16, 17, 20, 40, 64)
     rows: list[Sequence | None] = [
-        row(seed=index, temperature=1.0, top_k=counts[index % 6], top_p=0.95 if index % 2 else 1.0)
+        row(seed=index, temperature=9.0, top_k=counts[index % 6], top_p=0.95 if index % 2 else 1.0)
         for index in range(len(logits))
     ]
     inputs = mx.zeros((len(rows),), mx.int32)
