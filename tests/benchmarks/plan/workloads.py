@@ -45,9 +45,11 @@ class _Maker:
         return jobs
 
 
-def few_large_groups(num_groups: int = 8, rows: tuple[int, int] = (60, 180)) -> list[Job]:
+def few_large_groups(
+    num_groups: int = 8, rows: tuple[int, int] = (60, 180), seed: int = 1
+) -> list[Job]:
     """Few groups with long prefixes, about ten blocks of its own for each row."""
-    make = _Maker(1)
+    make = _Maker(seed)
     groups = (
         make.group(make.number(*rows), make.number(8, 40), 12, 200) for _ in range(num_groups)
     )
@@ -74,9 +76,9 @@ def answers_only() -> list[Job]:
     return [job for _ in range(3000) for job in make.group(1, 0, 0.1, 300)]
 
 
-def few_jobs() -> list[Job]:
+def few_jobs(seed: int = 1) -> list[Job]:
     """Ten jobs for each worker."""
-    return few_large_groups(4, (15, 25))
+    return few_large_groups(4, (15, 25), seed)
 
 
 def least_seconds(order: Sequence[Job], speeds: Sequence[float] = SPEEDS) -> float:
