@@ -60,10 +60,13 @@ def of_refusal(
         return ApiError(UNAVAILABLE, message, code="model_loading")
     if not workers:
         return ApiError(NOT_FOUND, str(fault), code="model_not_found", param="model")
-    if any(worker.is_loading or not worker.num_slots for worker in workers):
+    needed = needs_of(request)
+    # A worker that can by now began to serve after the row was refused.
+    has_begun = any({*needed} <= {*w.abilities} for w in workers if w.abilities is not None)
+    if has_begun or any(worker.is_loading or not worker.num_slots for worker in workers):
         message = f"the worker of {model} is starting: try again in a few seconds"
         return ApiError(UNAVAILABLE, message, code="model_loading")
-    needs = ", ".join(needs_of(request))
+    needs = ", ".join(needed)
     lack = f"this request needs ({needs})" if needs else "answers at once need"
     message = f"the workers of {model} do not have what {lack}: update batchkv there"
     return ApiError(BAD_REQUEST, message, code="unsupported_parameter")

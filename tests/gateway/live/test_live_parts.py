@@ -143,6 +143,16 @@ def test_a_worker_that_begins_is_not_blamed(gateway: Gateway, worker: LiveWorker
     assert caught.value.code == "model_loading"
 
 
+def test_a_worker_that_has_just_begun_is_not_blamed(gateway: Gateway, worker: LiveWorker) -> None:
+    """It can do what the request needs by the time the refusal is explained: to be tried again."""
+    record = f"rq:worker:{worker.name}"
+    worker.connection.hset(record, mapping={"bkv_abilities": "fields salt", "bkv_slots": 4})
+    worker.connection.hdel(record, "bkv_live")
+    with asking(gateway) as asked, pytest.raises(openai.InternalServerError) as caught:
+        asked.result(10)
+    assert caught.value.code == "model_loading"
+
+
 def test_a_key_has_so_many_calls_open(
     gateway: Gateway, worker: LiveWorker, redis_connection: Redis
 ) -> None:
