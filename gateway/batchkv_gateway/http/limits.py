@@ -94,7 +94,8 @@ class Limits:
             await self._app(scope, receive, send)
             return
         most = self._most_bytes(scope)
-        body, answer = _Body(receive, most, self._room), _Answer(send)
+        room = self._room if scope["path"] in CALLS else None
+        body, answer = _Body(receive, most, room), _Answer(send)
         self._num_requests += 1
         try:
             sender = self._check(scope, most)
@@ -182,9 +183,9 @@ class _Room:
 
 
 class _Body:
-    """Receives a body of bounded size and pace. ``room``: for a call that is kept in memory."""
+    """Receives a body of bounded size and pace. ``room``: of a call, which is kept in memory."""
 
-    def __init__(self, receive: Receive, max_bytes: int, room: _Room) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, room: _Room | None) -> None:
         self._receive, self._max_bytes, self._room = receive, max_bytes, room
         self._num_bytes, self._num_taken, self._is_over = 0, 0, False
         self._began = time.monotonic()
@@ -198,7 +199,7 @@ class _Body:
             while not self._is_over and self._num_bytes < self._max_bytes + DRAIN_BYTES:
                 await self._next()
             raise _too_large(self._max_bytes)
-        if self._max_bytes == MAX_CALL_BYTES:
+        if self._room is not None:
             more = max(0, self._num_bytes - MAX_BODY_BYTES) - self._num_taken
             self._room.take(more)
             self._num_taken += more
@@ -206,7 +207,8 @@ class _Body:
 
     def leave_room(self) -> None:
         """The request has ended."""
-        self._room.give_back(self._num_taken)
+        if self._room is not None:
+            self._room.give_back(self._num_taken)
 
     async def _next(self) -> Message:
         try:

@@ -127,10 +127,8 @@ class FileRows:
 
     def _rows(self, outcome: str) -> Iterator[FileRow]:
         """The rows of the files that may have rows of this outcome, by line."""
-        record = self._record
-        wanted = {"": "both", "ok": "answers"}.get(outcome, "errors")
-        ids = [record.output_file_id if wanted in ("both", "answers") else "",
-               record.error_file_id if wanted in ("both", "errors") else ""]  # fmt: skip
+        answers, errors = self._record.output_file_id, self._record.error_file_id
+        ids = {"": (answers, errors), "ok": (answers,)}.get(outcome, (errors,))
         streams = [_lines(self._path(each)) for each in ids if each]
         return heapq.merge(*streams, key=lambda row: row.line)
 

@@ -67,22 +67,35 @@ def test_tokens_are_those_of_operations(kind: str, total: int, folder: Path) -> 
     assert launch.counts == {DRAW.name: 3}
 
 
-def test_numbers_in_falling_order(folder: Path) -> None:
-    """Then one thread has as many of the largest as another, and equal ones are in no one's order.
+def assert_same(logits: mx.array, rows: list[Sequence | None], folder: Path) -> None:
+    """Two draws in a row are the kernel's: after a wrong first one, it is not used again."""
+    launch, inputs = CppLaunch(folder), mx.zeros((len(rows),), mx.int32)
+    few, wanted = FewTokens(DrawKernel(launch)), sample(logits, inputs, rows).tokens
+    for _ in range(2):
+        assert mx.array_equal(sample(logits, inputs, rows, few=few).tokens, wanted)
+    assert launch.counts == {DRAW.name: 2}
 
-    More candidates than there is room for are equal, and the first of them are taken.
-    """
-    falling = mx.array(np.repeat(np.arange(30, 0, -1, dtype=np.float32), 400))[None]
+
+def test_numbers_in_order(folder: Path) -> None:
+    """Falling, rising, or all equal: more candidates than there is room for, the first are taken."""
+    falling = mx.array(np.repeat(np.arange(4000, 0, -1, dtype=np.float32) / 9, 3))[None]
     rising = falling[:, ::-1]
     both = mx.concatenate([falling, rising, mx.zeros_like(falling)] * 8)
     rows: list[Sequence | None] = [
         Sequence("x", [1], Generation(max_tokens=9, seed=place, temperature=9.0, top_k=50))
         for place in range(len(both))
     ]
-    inputs, few = mx.zeros((len(rows),), mx.int32), FewTokens(DrawKernel(CppLaunch(folder)))
-    wanted = sample(both, inputs, rows).tokens
-    for _ in range(2):
-        assert mx.array_equal(sample(both, inputs, rows, few=few).tokens, wanted)
+    assert_same(both, rows, folder)
+
+
+def test_both_zeros_are_equal(folder: Path) -> None:
+    """The first of them is the likelier one, whatever its sign."""
+    zeros = mx.array([[0.0, -0.0] * 40, [-0.0, 0.0] * 40])
+    rows: list[Sequence | None] = [
+        Sequence("x", [1], Generation(max_tokens=9, seed=place, temperature=1.0, top_k=3))
+        for place in range(64)
+    ]
+    assert_same(mx.concatenate([zeros] * 32), rows, folder)
 
 
 FAULTS = (

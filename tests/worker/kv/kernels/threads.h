@@ -237,7 +237,6 @@ static void wait_for_copies(int rest) {
 
 #define PERMUTE(one, other, places) permuted(one, other, places)
 #define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
-#define PAIR_SUM(pair) (float(FROM_BITS(half, pair)) + float(FROM_BITS(half, (pair) >> 16)))
 
 #define NIBBLES(word, mask) (((word) & (mask)) | 0x64006400u)
 

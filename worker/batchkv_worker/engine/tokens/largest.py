@@ -11,8 +11,10 @@ import math
 
 import mlx.core as mx
 
+from batchkv_worker.kv.kernels.draw import MOST_TOKENS
+
 BLOCK = 64
-MAX_COUNT = 64  # beyond, so much of a vocabulary is left that one sort is as fast
+MAX_COUNT = MOST_TOKENS  # beyond, so much of a vocabulary is left that one sort is as fast
 
 
 def largest(numbers: mx.array, count: int) -> tuple[mx.array, mx.array]:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import Launch, Run
 
-MOST_TOKENS = 64
+MOST_TOKENS = 64  # from which a row may draw
 _THREADS = 512
 _CAPACITY = 1024  # candidates; more only where so many are equal
 

@@ -106,7 +106,6 @@ FN uint32_t masked(uint32_t word, uint32_t mask, uint32_t rest) {
 // `sum` is `start` and a product of matrices of 16 by 16 and 16 by 8 numbers; see matrix_splits.h.
 #define PERMUTE(one, other, places) __byte_perm(one, other, places)
 #define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
-#define PAIR_SUM(pair) pair_sum(pair)
 #define NIBBLES(word, mask) masked(word, mask, 0x64006400u)
 
 template <int IS_BFLOAT>
@@ -118,11 +117,6 @@ FN uint32_t pair_of_floats(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
-}
-
-FN float pair_sum(uint32_t pair) {
-  const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  return both.x + both.y;
 }
 
 template <int IS_BFLOAT, typename FIRST, typename SECOND>

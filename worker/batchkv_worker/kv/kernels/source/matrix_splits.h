@@ -194,7 +194,7 @@ for (int stage = 0; base < count; base += TURN) {
 #define WEIGH                                                                       \
   UNROLL for (int i = 0; i < 4; i++) {                                              \
     UNROLL for (int tile = 0; tile < TILES; tile++) {                               \
-      weight[tile][i] = EXP2(factor * score[tile][i] - zero[tile]);                         \
+      weight[tile][i] = EXP2(factor * score[tile][i] - zero[tile]);                 \
       UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {                   \
         scaled[tile][group][i] = weight[tile][i] *                                  \
             scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i], group).scale;    \
