@@ -77,7 +77,7 @@ def assert_same(logits: mx.array, rows: list[Sequence | None], folder: Path) -> 
 
 
 def test_numbers_in_order(folder: Path) -> None:
-    """Falling, rising, or all equal: more candidates than there is room for, the first are taken."""
+    """Falling, rising, or all equal: of more candidates than have room, the first are taken."""
     falling = mx.array(np.repeat(np.arange(4000, 0, -1, dtype=np.float32) / 9, 3))[None]
     rising = falling[:, ::-1]
     both = mx.concatenate([falling, rising, mx.zeros_like(falling)] * 8)
