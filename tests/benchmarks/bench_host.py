@@ -1,6 +1,6 @@
 """The host's part of a decode step and of a prompt's chunk: Python, primitives, launches.
 
-    python tests/benchmarks/bench_host.py [--quick] [--only decode|shared|chunk] [--json FILE]
+    python tests/benchmarks/bench_host.py [--quick] [--only PART] [--json FILE]
 
 A GPU's host builds a graph for each step and starts its kernels. Here graphs are built and never
 computed, for a model of 36 layers with the heads of Qwen3-4B and tiny widths, on a backend that
@@ -9,6 +9,7 @@ chooses shapes as CUDA does. So the table has the host's time alone, and needs n
 ``decode``   a step of 32 rows of unequal length
 ``shared``   the same after a shared prefix
 ``chunk``    a chunk of four prompts that have history
+``insert``   four computed prompts of unequal length enter slots
 
 ``again`` is a step whose graph was traced before. ``kernel`` is decode with our own kernels.
 
@@ -58,13 +59,13 @@ from batchkv_worker.kv.layers.contract import Chunk  # noqa: E402
 from batchkv_worker.kv.layers.discover import discover  # noqa: E402
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows  # noqa: E402
 from batchkv_worker.kv.schemes.packing import LayerScheme  # noqa: E402
-from batchkv_worker.kv.slots.changes import Demand  # noqa: E402
+from batchkv_worker.kv.slots.changes import Arrival, Arrivals, Demand  # noqa: E402
 from batchkv_worker.kv.start.decision import Fixed  # noqa: E402
 from batchkv_worker.kv.start.plan import KvPlan, make_plan  # noqa: E402
 from batchkv_worker.kv.types import Pieces  # noqa: E402
 
 SCHEMES = ("float", "affine8", "turbo4", "float kernel", "affine8 kernel")
-PARTS = ("decode", "shared", "chunk")
+PARTS = ("decode", "shared", "chunk", "insert")
 LAYERS, ROWS, PROMPTS = 36, 32, 4
 PREFIX, OWN, CHUNK = 64, 32, 32  # tokens
 _VIEWS = {"Slice", "Reshape", "Broadcast", "Transpose", "ExpandDims", "Squeeze", "Flatten"}
@@ -104,6 +105,14 @@ class HostKernels:
     def attend(self, *args: Any, **kwargs: Any) -> mx.array:
         kernels = self._plain if HostKernels.graph is None else self._kernels
         return kernels.attend(*args, **kwargs)
+
+    def attend_alone(self, *args: Any) -> tuple[mx.array, mx.array]:
+        kernels = self._plain if HostKernels.graph is None else self._kernels
+        return kernels.attend_alone(*args)
+
+    def place_rows(self, *args: Any) -> mx.array:
+        kernels = self._plain if HostKernels.graph is None else self._kernels
+        return kernels.place_rows(*args)
 
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:
         kernels = self._plain if HostKernels.graph is None else self._kernels
@@ -373,6 +382,28 @@ def chunk_cost(model: Any, plan: KvPlan, count: int) -> Cost:
     return measured(build, _kept(group.layers), count)
 
 
+def insert_cost(model: Any, plan: KvPlan, count: int) -> Cost:
+    """``PROMPTS`` computed prompts of unequal length come into slots between those of others."""
+    slots = plan.slots(ROWS)
+    group = prompts_of(model, plan, PROMPTS, CHUNK, CHUNK)
+    for _ in range(ROWS):
+        slots.admit(Demand(CHUNK, 64), group.row(0, CHUNK))
+    for index in range(PROMPTS):
+        slots.release(2 * index)
+    lengths = [CHUNK - index for index in range(PROMPTS)]
+    rows = [
+        Arrival(slots.place(Demand(length, 64))[0], index, length)
+        for index, length in enumerate(lengths)
+    ]
+    mx.eval(slots.arrays)
+
+    def build() -> list[mx.array]:
+        slots.fill_group(Arrivals(rows), group.layers)
+        return slots.arrays
+
+    return measured(build, _kept(slots.layers), count)
+
+
 def show(part: str, found: dict[str, Cost]) -> None:
     kinds = sorted({kind for cost in found.values() for kind in cost.kinds})
     print(f"\n{part}\n{'scheme':22}{'microseconds':>14}{'primitives':>12}{'launches':>10}")
@@ -381,6 +412,9 @@ def show(part: str, found: dict[str, Cost]) -> None:
     for kind in kinds:
         counts = "".join(f"{cost.kinds.get(kind, 0):>10,}" for cost in found.values())
         print(f"  {kind:26}{counts}")
+
+
+ONCE = {"chunk": chunk_cost, "insert": insert_cost}
 
 
 def arguments() -> argparse.Namespace:
@@ -409,8 +443,8 @@ def main() -> None:
             "bench", model, tree, name, mx.bfloat16, HostBackend(), slots=ROWS, fixed=fixed
         )
         for part in parts:
-            if part == "chunk":
-                found[part][scheme] = chunk_cost(model, plan, args.repeats)
+            if part in ONCE:
+                found[part][scheme] = ONCE[part](model, plan, args.repeats)
                 continue
             for name, replays in ((scheme, False), (f"{scheme} again", True)):
                 found[part][name] = decode_cost(

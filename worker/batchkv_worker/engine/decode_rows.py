@@ -24,7 +24,7 @@ from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import num_blocks
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
-from batchkv_worker.engine.slot_insert import Placement, runs
+from batchkv_worker.engine.slot_insert import Placement
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.slots.changes import Move
@@ -72,10 +72,9 @@ class DecodeRows:
             if one is None:
                 break
             placed.append(one)
-        for first, *others in runs(placed):
-            pieces = self._prefill.pieces(group, first.row, first.shared, 1 + len(others))
-            self._slots.fill(first.slot, pieces)
-        self._slots.settle()
+        self._prefill.fill(self._slots, [one.arrival for one in placed])
+        # The rows of a chunk hold little until the next step, which is built meanwhile.
+        self._slots.settle(waits=group.width > self.scheduler.budget.chunk_tokens)
         parked = {one.row.parked for one in placed}
         for one in placed:
             one.row.unpark()

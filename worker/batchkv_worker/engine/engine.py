@@ -92,10 +92,10 @@ class Engine:
         )
         client.attach(self.prefixes)
         chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill)
-        memory = config.memory_bytes - self.prefixes.max_bytes
+        limits = config.memory_bytes - self.prefixes.max_bytes, plan.costs, plan.shapes.step
         self._slots = plan.slots(config.slots)
         self._scheduler = Scheduler(
-            *(self._slots.layouts, Budget(chunk, memory, plan.costs, plan.shapes.step)),
+            *(self._slots.layouts, Budget(chunk, *limits, plan.backend.chunk_steps)),
             *(self.prefixes.num_cached, self._is_ready),
             shares=config.share and plan.shares,
             prefix_costs=config.prefix_costs(plan),

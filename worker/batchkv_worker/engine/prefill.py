@@ -12,12 +12,13 @@ from batchkv_worker.engine.schedule.prefix_split import SplitPoints
 from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import Chunk
+from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.changes import Arrival, Arrivals
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.interface import PrefixClient
 from batchkv_worker.prefix.memory import PrefixCache
-from batchkv_worker.sequence import Sequence
 from batchkv_worker.trace import DECODE, ENGINE, PREFILL
 
 TIMED_EVERY = 32  # chunks
@@ -183,20 +184,15 @@ class Prefill:
         self.seconds_per_token = new if not old else old + NEW_SHARE * (new - old)
         self._client.observe_prefill(num_tokens, seconds)
 
-    def pieces(
-        self, group: PrefillGroup, row: Sequence, prefix_tokens: int, count: int = 1
-    ) -> list[Pieces] | None:
-        """The arrays of a row of the computed group, by layer; None for a prompt of one token.
-
-        ``count`` neighbours in the group, of one length, are returned together. The first
-        ``prefix_tokens`` are left out where every token is kept: they are in a shared prefix.
-        """
-        if not row.num_prefill:
-            return None
-        if self._parked is not None:
-            return self._parked
-        assert self._rows is not None
-        return self._rows.row(group.rows.index(row), row.num_prefill, prefix_tokens, count)
+    def fill(self, slots: DecodeSlots, rows: list[Arrival]) -> None:
+        """Copy rows of the computed group into the slots that they were given."""
+        if not rows:
+            return
+        if self._rows is not None:
+            slots.fill_group(Arrivals(rows), self._rows.layers)
+            return
+        for row in rows:  # choices of one parked row, or prompts of one token
+            slots.fill(row.slot, self._parked)
 
     def drop(self) -> None:
         """Release the group's arrays: its rows are in slots, cancelled or requeued."""

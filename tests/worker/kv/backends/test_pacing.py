@@ -13,7 +13,7 @@ from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
-from batchkv_worker.kv.backends.pacing import LAYERS_AHEAD, UNPACED, LayersAhead
+from batchkv_worker.kv.backends.pacing import BYTES_AHEAD, LAYERS_AHEAD, UNPACED, LayersAhead
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.decode import DecodeSlots
@@ -58,9 +58,19 @@ def test_so_many_layers_are_under_way_and_no_more() -> None:
     """Every layer is started, and the host waits for the one ``LAYERS_AHEAD`` before."""
     own = LayersAhead()
     for index in range(3 * LAYERS_AHEAD):
-        own.follow(mx.array([index]) + 1)
+        own.follow(mx.array([index]) + 1, BYTES_AHEAD)
         assert len(own._started) == min(index + 1, LAYERS_AHEAD)
-    assert own._started[0].item() == 2 * LAYERS_AHEAD + 1
+    assert own._started[0][0].item() == 2 * LAYERS_AHEAD + 1
+
+
+def test_the_host_runs_on_while_little_is_under_way() -> None:
+    """Layers of small chunks are waited for only when all together are large."""
+    own, half = LayersAhead(), BYTES_AHEAD // 2
+    for index in range(12):
+        own.follow(mx.zeros((half // 40,), mx.float32), half // 40)
+        assert len(own._started) == min(index + 1, 10)
+    own.follow(mx.zeros((half // 4,), mx.float32), 0)
+    assert sum(num_bytes for _, num_bytes in own._started) <= BYTES_AHEAD
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gear", "deepseek_v3"])

@@ -10,12 +10,18 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.kv.kernels import launch
-from batchkv_worker.kv.kernels.body import PACK, merge_body, source_text, splits_body, unpack_body
+from batchkv_worker.kv.kernels.body import (
+    PACK,
+    merge_body,
+    place_rows_body,
+    source_text,
+    splits_body,
+)
 from worker.kv.kernels.cases import SCALE, Case, Sample
 
 BODIES = [
     PACK,
-    unpack_body(3, 2),
+    place_rows_body(3, 2),
     *(splits_body(matrices=one, joined=two) for one in (False, True) for two in (False, True)),
     *(merge_body(prefixes=one, sinks=True, alone=False) for one in (False, True)),
 ]
@@ -92,14 +98,17 @@ def test_mlx_takes_the_kernels_with_their_arguments(tmp_path: Path) -> None:
     case = Case("affine8", "affine4", mx.bfloat16, 64, 64, 4, 1, True, 5, 1)
     sample, kernels = Sample.of(case, (300,)), case.kernels(launch.metal_launch)
     assert sample.partials is not None
+    parts = case.layout.split(sample.records)
+    mx.eval(parts)
+    places = mx.array([(0, 10, 310, -10), (0, 0, 0, 0)], mx.int32)
 
     def run(queries: mx.array, records: mx.array, scores: mx.array) -> list[mx.array]:
         partials = replace(sample.partials, scores=scores)
         given = queries, records, sample.bounds
         found = [kernels.attend(*given, n, SCALE, sample.sinks, partials) for n in (256, 300)]
         found += kernels.attend_alone(queries, records, sample.bounds, 300, SCALE)
-        keys, values = kernels.unpack(records)
-        return [*found, kernels.pack(queries[:, :2], queries[:, :2]), *keys, *values]
+        found += [kernels.pack(queries[:, :2], queries[:, :2])]
+        return [*found, kernels.place_rows(places, *parts, 1, 320)]
 
     file = tmp_path / "kernels.mlxfn"
     mx.export_function(str(file), run, sample.queries, sample.records, sample.partials.scores)

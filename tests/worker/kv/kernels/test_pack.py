@@ -1,4 +1,4 @@
-"""The kernel that packs a step gives the bits of the schemes; the one that unpacks gives them back.
+"""The kernels that pack a step, and that place rows of a group, give the bits of the schemes.
 
 On a CPU, whose rounding differs from other devices' at ties.
 """
@@ -13,6 +13,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.kv.kernels.plain import PlainKernels
+from batchkv_worker.kv.slots.changes import Arrival, Arrivals
 from worker.kv.kernels.cases import DTYPES, NAMES, SIZES, Case
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 
@@ -44,7 +46,7 @@ def hard_numbers(dtype: mx.Dtype, size: int) -> mx.array:
 def test_packing_gives_the_bits_of_the_scheme(
     keys: str, values: str, dtype: mx.Dtype, size: int, tmp_path: Path
 ) -> None:
-    """Records of a step are those of the parts that the schemes pack; and back again."""
+    """Records of a step are those of the parts that the schemes pack."""
     case = Case(keys, values, dtype, size, size, 1, 0, False, 1, 1)
     kernels, scheme = case.kernels(CppLaunch(tmp_path)), case.scheme
     dense = hard_numbers(dtype, size)
@@ -53,10 +55,31 @@ def test_packing_gives_the_bits_of_the_scheme(
     stored = scheme.keys.rotate(both[0]), scheme.values.rotate(both[1])
     records = kernels.pack(*stored)
     assert mx.array_equal(records, case.layout.join(*packed))
-    found = kernels.unpack(mx.concatenate([records] * 3, axis=2)[:-1, :, 1:])
-    for part, other in zip((*packed[0], *packed[1]), (*found[0], *found[1]), strict=True):
-        assert part.dtype == other.dtype
-        assert mx.array_equal(mx.concatenate([part[:-1]] * 2, axis=2), other)
+
+
+@pytest.mark.parametrize(("keys", "values", "dtype", "size"), pairs(), ids=str)
+def test_rows_of_a_group_are_placed_with_the_bits_of_the_scheme(
+    keys: str, values: str, dtype: mx.Dtype, size: int, tmp_path: Path
+) -> None:
+    """Rows of unequal length, out of order, one empty; and all other columns are 0."""
+    case = Case(keys, values, dtype, size, size, 1, 0, False, 1, 1)
+    kernels, scheme = case.kernels(CppLaunch(tmp_path)), case.scheme
+    mx.random.seed(size)
+    both = [mx.random.normal((4, 2, 9, size)).astype(dtype) for _ in range(2)]
+    packed = scheme.keys.pack(both[0]), scheme.values.pack(both[1])
+    rows = [Arrival(0, 2, 9, 4), Arrival(1, 0, 7, 3), Arrival(5, 3, 3, 3), Arrival(6, 1, 8, 2)]
+    for window, first in ((None, 2), (5, 0)):
+        parts = [tuple(part[:, :, first:] for part in one) for one in packed]  # with gaps
+        places = Arrivals(rows).places(write=10, window=window, first=first)
+        given = mx.array([*places, (0, 0, 0, 0)], mx.int32)
+        found = kernels.place_rows(given, *parts, 4, 12)
+        assert mx.array_equal(found, PlainKernels(case.layout).place_rows(given, *parts, 4, 12))
+        whole = case.layout.join(*packed)
+        for line, row in zip(found, rows, strict=True):
+            kept = row.length - row.shared if window is None else min(row.length, 4)
+            own = whole[row.place, :, row.length - kept : row.length]
+            assert mx.array_equal(line[:, 10 - kept : 10], own)
+            assert not line[:, : 10 - kept].any() and not line[:, 10:].any()
 
 
 def e2m1_on_gpu(number: float) -> int:

@@ -37,6 +37,12 @@ class OutputLengths:
         self._expected = None
 
     @property
+    def mean(self) -> float | None:
+        """The mean length; None before FEWEST_OUTPUTS rows have ended."""
+        known = len(self._recent)
+        return sum(self._recent) / known if known >= FEWEST_OUTPUTS else None
+
+    @property
     def expected(self) -> int | None:
         """Tokens that suffice for most outputs; None before FEWEST_OUTPUTS rows have ended."""
         if len(self._recent) < FEWEST_OUTPUTS:
@@ -51,13 +57,15 @@ class OutputLengths:
 class Budget:
     """The scheduler's limits: tokens of a prefill chunk, and bytes of keys and values.
 
-    The width of prompts is rounded up to a multiple of ``shape_step`` at most.
+    The width of prompts is rounded up to a multiple of ``shape_step`` at most. ``chunk_steps`` is
+    what a chunk costs besides its tokens, in decode steps.
     """
 
     chunk_tokens: int
     memory_bytes: int
     costs: Costs
     shape_step: int = 1
+    chunk_steps: float = 0.0
 
     def prefill_bytes(self, demands: Items[Demand]) -> int:
         """Bytes of a group in prefill: every row is as wide as the longest."""

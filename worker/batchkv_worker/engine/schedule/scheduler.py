@@ -10,7 +10,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
 from batchkv_worker.engine.schedule.admission import Budget, OutputLengths
 from batchkv_worker.engine.schedule.memory import Memory
-from batchkv_worker.engine.schedule.policy import longest_first
+from batchkv_worker.engine.schedule.policy import free_slots, longest_first
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import (
     PrefixCosts,
@@ -229,7 +229,9 @@ class Scheduler:
         if self._waiting[0].is_live and free:
             return True
         free -= self._num_kept()
-        enough = max(1, self.layouts.num_slots // 16)
+        mean = self.output_lengths.mean
+        answer = self._waiting[0].num_remaining if mean is None else mean
+        enough = free_slots(self.layouts.num_slots, self.budget.chunk_steps, answer)
         return free >= min(enough, waiting) or not self.layouts.num_active
 
     def _form_group(self) -> PrefillGroup | None:

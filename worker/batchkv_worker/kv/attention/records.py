@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -72,14 +73,32 @@ def join(layer: LayerAttention, keys: Parts, values: Parts) -> mx.array:
 
     Models may give keys of another dtype than their own, and scales have that of the keys.
     """
+    return kernels_of(layer).layout.join(_fitted(layer, keys), _fitted(layer, values))
 
-    def fitted(parts: Parts) -> Parts:
-        return tuple(
-            part.astype(layer.dtype) if mx.issubdtype(part.dtype, mx.floating) else part
-            for part in parts
-        )
 
-    return kernels_of(layer).layout.join(fitted(keys), fitted(values))
+def place_rows(
+    layer: LayerAttention,
+    places: tuple[tuple[int, ...], ...],
+    keys: Parts,
+    values: Parts,
+    columns: int,
+) -> mx.array:
+    """Records of whole slots for rows that come in; see ``RecordKernels.place_rows``."""
+    parts = _fitted(layer, keys), _fitted(layer, values)
+    return kernels_of(layer).place_rows(_array_of(places), *parts, len(places), columns)
+
+
+@lru_cache(maxsize=8)
+def _array_of(places: tuple[tuple[int, ...], ...]) -> mx.array:
+    """The same array for all layers, with rows that are not read if there are few."""
+    return mx.array([*places, *[(0, 0, 0, 0)] * (_LEAST_ROWS - len(places))], mx.int32)
+
+
+def _fitted(layer: LayerAttention, parts: Parts) -> Parts:
+    return tuple(
+        part.astype(layer.dtype) if mx.issubdtype(part.dtype, mx.floating) else part
+        for part in parts
+    )
 
 
 def bounds_of(starts: Sequence[int], ends: Sequence[int]) -> mx.array:

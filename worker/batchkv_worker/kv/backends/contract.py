@@ -15,6 +15,7 @@ from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.types import Parts
 
 Undo = Callable[[], None]
 
@@ -46,8 +47,8 @@ class Softmax(Protocol):
 class Pacing(Protocol):
     """How far the host runs ahead of the device while one group of prompts is computed."""
 
-    def follow(self, output: mx.array) -> None:
-        """The attention of the next layer gives ``output``."""
+    def follow(self, output: mx.array, num_dense: int) -> None:
+        """The attention of the next layer gives ``output``, from so many dense numbers."""
 
 
 class DrawKernel(Protocol):
@@ -93,6 +94,17 @@ class RecordKernels(Protocol):
         """``attend`` with its log-sum-exps before it: scores and values as ``Partials`` have them.
 
         They are ``[kv heads, rows, lines, 1]``, float32, and ``[kv heads, rows, lines, size]``.
+        """
+
+    def place_rows(
+        self, places: mx.array, keys: Parts, values: Parts, count: int, columns: int
+    ) -> mx.array:
+        """Records ``[count, kv heads, columns, words]`` of whole slots that rows come into.
+
+        ``keys`` and ``values`` are the packed parts of a group, ``[rows, kv heads, time, size]``,
+        with numbers of the layer's dtype. ``places`` (int32, ``[count, 4]``, perhaps of more rows)
+        has of each row its number in the group, the first of its columns, the one after its last,
+        and what is added to a column for its token's place in time. Other columns are 0.
         """
 
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:
@@ -155,6 +167,10 @@ class Backend(Protocol):
     @property
     def usual_chunk(self) -> int:
         """Tokens of a prompt to compute at once where nothing was measured."""
+
+    @property
+    def chunk_steps(self) -> float:
+        """What any chunk of prompts costs besides its tokens, in decode steps."""
 
     @property
     def measures_chunk(self) -> bool:

@@ -109,15 +109,15 @@ def merge_body(*, prefixes: bool, sinks: bool, alone: bool) -> Body:
 
 
 @cache
-def unpack_body(key_parts: int, value_parts: int) -> Body:
-    """Parts of records, for schemes with so many parts."""
+def place_rows_body(key_parts: int, value_parts: int) -> Body:
+    """Records of whole slots for rows that come in, for schemes with so many parts."""
     names = [("key", key_parts), ("value", value_parts)]
     return Body(
-        f"batchkv_unpack_{key_parts}{value_parts}",
-        ("unpack",),
+        f"batchkv_place_rows_{key_parts}{value_parts}",
+        ("place_rows",),
+        ("places", *(f"{name}{number}" for name, count in names for number in range(count))),
         ("records",),
-        tuple(f"{name}{number}" for name, count in names for number in range(count)),
-        ("unpacking",),
+        ("joining",),
         tuple((f"{name.upper()}_PARTS", count) for name, count in names),
     )
 

@@ -13,14 +13,13 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from batchkv_worker.kv.kernels.body import PACK, Body, merge_body, splits_body, unpack_body
+from batchkv_worker.kv.kernels.body import PACK, Body, merge_body, place_rows_body, splits_body
 from batchkv_worker.kv.kernels.launch import Constant, Launch, Output, Run
-from batchkv_worker.kv.kernels.layout import Form, RecordLayout, TensorLayout
+from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.kernels.variant import UNIT, Variant
-from batchkv_worker.kv.types import PackedKV
+from batchkv_worker.kv.types import Parts
 
 _SIMD = 32  # threads
-_UNPACK_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,28 +173,28 @@ class DecodeKernels:
         (records,) = run([keys, values], (kv_heads * threads, rows, 1), (threads, 1, 1), outputs)
         return records
 
-    def unpack(self, records: mx.array) -> PackedKV:
-        """The parts of ``records`` ``[rows, kv heads, columns, words]``, as the schemes packed."""
-        rows, kv_heads, columns, _ = records.shape
-        keys, values = (_parts(one) for one in (self.layout.keys, self.layout.values))
-        outputs = [((rows, kv_heads, columns, size), one) for size, one in (*keys, *values)]
-        threads = _UNPACK_THREADS
-        run = self.runs.get("unpack")
+    def place_rows(
+        self, places: mx.array, keys: Parts, values: Parts, count: int, columns: int
+    ) -> mx.array:
+        """Records ``[count, kv heads, columns, words]`` of whole slots that rows come into.
+
+        ``keys`` and ``values`` are the packed parts of a group, ``[rows, kv heads, time, size]``,
+        with numbers of the layer's dtype. ``places`` (int32, ``[count, 4]``, perhaps of more rows)
+        has of each row its number in the group, the first of its columns, the one after its last,
+        and what is added to a column for its token's place in time. Other columns are 0. No array
+        may have fewer than 8 numbers.
+        """
+        threads = -(-self.layout.words // _SIMD) * _SIMD
+        kv_heads = keys[0].shape[1]
+        run = self.runs.get("place_rows")
         if run is None:
-            constants: list[Constant] = [*self.variant.record, ("HEADS", kv_heads)]
-            run = self._make("unpack", (unpack_body(len(keys), len(values)), constants))
-        found = run([records], (threads, columns, rows * kv_heads), (threads, 1, 1), outputs)
-        return tuple(found[: len(keys)]), tuple(found[len(keys) :])
-
-
-def _parts(tensor: TensorLayout) -> list[tuple[int, mx.Dtype]]:
-    """Length and dtype of each part of a tensor."""
-    if tensor.form == Form.FLOAT:
-        return [(tensor.size, tensor.dtype)]
-    codes = tensor.num_code_words, mx.uint32
-    if tensor.form == Form.AFFINE:
-        return [codes, *[(tensor.num_groups, tensor.dtype)] * 2]
-    return [codes, (tensor.num_groups, tensor.dtype if tensor.form == Form.TURBO else mx.uint8)]
+            what = place_rows_body(len(keys), len(values)), self.variant.record
+            run = self._make("place_rows", what)
+        grid = columns * threads, kv_heads, count
+        shape = count, kv_heads, columns, self.layout.words
+        inputs = [places, *keys, *values]
+        (records,) = run(inputs, grid, (threads, 1, 1), [(shape, mx.uint32)])
+        return records
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.layout import RecordLayout
+from batchkv_worker.kv.types import Parts
 
 LOWEST = float(mx.finfo(mx.float32).min)  # the score of rows that see nothing
 
@@ -100,3 +101,13 @@ class PlainKernels:
         """As ``DecodeKernels.pack``: of keys and values in the basis of storage."""
         scheme = self.layout.scheme
         return self.layout.join(scheme.keys.codec.pack(keys), scheme.values.codec.pack(values))
+
+    def place_rows(
+        self, places: mx.array, keys: Parts, values: Parts, count: int, columns: int
+    ) -> mx.array:
+        """As ``DecodeKernels.place_rows``."""
+        whole = self.layout.join(keys, values)
+        found = mx.zeros((count, whole.shape[1], columns, self.layout.words), mx.uint32)
+        for row, (place, low, high, shift) in enumerate(places.tolist()[:count]):
+            found[row, :, low:high] = whole[place, :, low + shift : high + shift]
+        return found

@@ -190,7 +190,9 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
             out = shared_prefix_prefill.attend_chunk(
                 layer, queries, shared, (keys, values), scale, mask, sinks
             )
-        self.pacing.follow(out)
+        shape, rows = self._scheme.shape, queries.shape[0]
+        each = shape.num_heads * (shape.key_size + shape.value_size)
+        self.pacing.follow(out, rows * end * each if self._scheme.is_packed else 0)
         return out
 
     def _columns_read(self, end: int, columns: int) -> int:

@@ -10,6 +10,7 @@ A row's way through a layer::
     prefill.begin(chunk)  the model appends  prefill.end()  ...          for every chunk
     prefill.row(i, n)                                                    its pieces
     slots.admit(slot, write, pieces)                                     copied, bit for bit
+    slots.admit_group(rows, write, prefill)                              or all rows at once
     slots.begin(view)  the model appends one token a row  slots.end()   at every step
     slots.snapshot(slot, start, write)                                   its pieces again
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from batchkv_worker.kv.slots.changes import Relayout
+from batchkv_worker.kv.slots.changes import Arrivals, Relayout
 from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.types import PackedKV, Pieces, Window
 
@@ -113,6 +114,10 @@ class SlotLayer(ABC):
 
         Pieces ``[count, ...]`` are of so many rows, from ``slot`` on.
         """
+
+    def admit_group(self, rows: Arrivals, write: int, source: PrefillLayer) -> bool:
+        """Copy rows of a group in, as ``admit`` does; False: this layer takes them one by one."""
+        return False
 
     @abstractmethod
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:

@@ -13,11 +13,11 @@ import mlx.core as mx
 
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.backends.contract import Backend
-from batchkv_worker.kv.layers.contract import LayerKind, SlotLayer
+from batchkv_worker.kv.layers.contract import LayerKind, PrefillLayer, SlotLayer
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.slot_costs import have_pools
 from batchkv_worker.kv.layers.step_graphs import StepGraphs
-from batchkv_worker.kv.slots.changes import Demand, Move
+from batchkv_worker.kv.slots.changes import Arrivals, Demand, Move
 from batchkv_worker.kv.slots.growth import NoRoom
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import Changes, SlotLayouts
@@ -125,9 +125,25 @@ class DecodeSlots:
         for index, (layer, layout) in enumerate(self._with_layouts()):
             layer.admit(slot, layout.write, None if pieces is None else pieces[index])
 
-    def settle(self) -> None:
-        """After rows were copied in: MLX writes in place only into buffers without open reads."""
-        mx.eval([layer.arrays for layer in self.layers if not layer.settle()])
+    def fill_group(self, rows: Arrivals, group: Sequence[PrefillLayer]) -> None:
+        """The same for rows of a computed group, whose layers these are."""
+        for (layer, layout), source in zip(self._with_layouts(), group, strict=True):
+            if layer.admit_group(rows, layout.write, source):
+                continue
+            for row, count in rows.runs():
+                is_empty = not row.length
+                pieces = None if is_empty else source.row(row.place, row.length, row.shared, count)
+                layer.admit(row.slot, layout.write, pieces)
+
+    def settle(self, *, waits: bool = True) -> None:
+        """After rows were copied in: have that computed. It frees the rows' own arrays.
+
+        Without ``waits`` the next step does it. Layers that start their part of a step start this
+        part now.
+        """
+        left = [layer.arrays for layer in self.layers if not layer.settle()]
+        if waits:
+            mx.eval(left)
 
     def snapshot(self, slot: int) -> list[Pieces]:
         """A copy of a row in every layer, in the form for ``admit`` with the same prefix."""

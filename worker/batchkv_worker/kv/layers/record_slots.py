@@ -7,18 +7,23 @@ Rows come and leave as the parts that any other slots take and give, bit for bit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 import mlx.core as mx
 
 from batchkv_worker.kv.attention import records
 from batchkv_worker.kv.backends.contract import RecordKernels
+from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
-from batchkv_worker.kv.slots.changes import Relayout
+from batchkv_worker.kv.layers.contract import PrefillLayer
+from batchkv_worker.kv.slots.changes import Arrivals, Relayout
 from batchkv_worker.kv.slots.pool_view import PoolView
 from batchkv_worker.kv.slots.prefix_pool import Place
 from batchkv_worker.kv.slots.step_view import ColumnSpan, StepView
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces
+
+LEAST_NUMBERS = 8  # of an array: Metal binds those of fewer in another address space
 
 
 class RecordSlots(AttentionSlots):
@@ -71,6 +76,21 @@ class RecordSlots(AttentionSlots):
     def _take(self, pieces: Pieces) -> Pieces:
         return (records.join(self._layer, *self._packed.split(pieces)),)
 
+    def admit_group(self, rows: Arrivals, write: int, source: PrefillLayer) -> bool:
+        assert isinstance(source, AttentionPrefill)
+        keys, values = self._packed.split(tuple(source.arrays))
+        if min(part.size for part in (*keys, *values)) < LEAST_NUMBERS:
+            return False
+        (buffer,) = self._keys
+        places = rows.places(write, self._window, source.base)
+        new = records.place_rows(self._layer, places, keys, values, buffer.shape[-2])
+        first, last = rows.slots[0], rows.slots[-1]
+        if last - first < len(rows.slots):
+            buffer[first : last + 1] = new
+        else:
+            buffer[_slots_of(rows.slots)] = new
+        return True
+
     def _give(self, keys: Parts, values: Parts) -> Pieces:
         packed_keys, packed_values = self._records.layout.split(keys[0])
         return (*packed_keys, *packed_values)
@@ -113,3 +133,9 @@ class RecordSlots(AttentionSlots):
             partials = records.partials_of(self._layer, queries, shared, span.chain, scale)
         rest = self._keys[0], span.bounds, span.longest, scale, sinks, partials
         return records.attend(self._layer, queries, *rest)
+
+
+@lru_cache(maxsize=4)
+def _slots_of(slots: tuple[int, ...]) -> mx.array:
+    """The same array for all layers."""
+    return mx.array(slots, mx.int32)

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention.paths import LayerAttention
-from batchkv_worker.kv.attention.records import bounds_of, kernels_of
+from batchkv_worker.kv.attention.records import bounds_of, place_rows
 from batchkv_worker.kv.types import PackedKV, Parts
 
 SPARE = 64  # columns of a buffer before and after those that are read
@@ -96,8 +96,10 @@ class Tokens:
         return sliced(self.buffers, rows, self.columns)
 
     def records(self, layer: LayerAttention) -> mx.array:
-        """The buffers as slots of the path ``kernel`` have them."""
-        return kernels_of(layer).layout.join(*self.buffers)
+        """The buffers as slots of the path ``kernel`` have them when rows of a group come in."""
+        rows, _, columns, _ = self.buffers[0][0].shape
+        places = tuple((row, 0, columns, 0) for row in range(rows))
+        return place_rows(layer, places, *self.buffers, columns)
 
 
 def _spoilt(parts: Parts, outside: mx.array) -> Parts:

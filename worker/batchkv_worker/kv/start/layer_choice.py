@@ -18,7 +18,7 @@ from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
 
 # Names of stored results; the layer follows.
 # Of the paths there are two: without our kernel, and with a version of it.
-PATHS_WITH_KERNEL = "attention paths and kernel 2 of"
+PATHS_WITH_KERNEL = "attention paths and kernel 3 of"
 PATHS, PROMPTS, SHARING = "attention paths of", "prefill of", "shared prefixes 2 of"
 TRIES = "unfinished tries of the kernel of"
 CELLS = "cells of a shared prefix of"

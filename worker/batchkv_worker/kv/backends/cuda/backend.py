@@ -15,6 +15,8 @@ from batchkv_worker.kv.kernels.launch import cuda_launch
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 MOST_PADDED = 2**25  # numbers of keys: 64 MiB in half precision
+FEW_TOKENS = 1024  # rows times columns to which few rows are padded: they cost nothing more
+MOST_ROWS = 8  # to which few rows are padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,7 @@ class CudaBackend(GpuBackend):
     columns_multiple: int = 64
     rows_multiple: int = 8
     usual_chunk: int = 2048
+    chunk_steps: float = 2.0  # the host starts twice as many kernels for one as for a step
 
     def attention(
         self,
@@ -38,9 +41,11 @@ class CudaBackend(GpuBackend):
         """MLX's, for a number of rows that comes again.
 
         MLX plans attention for each shape anew, which takes 65 ms on an H200. So small chunks of
-        prompts get rows of zeros up to a power of two.
+        prompts get rows of zeros up to a power of two, and short ones up to ``MOST_ROWS``.
         """
-        rows, padded = queries.shape[0], 1 << (queries.shape[0] - 1).bit_length()
+        rows = queries.shape[0]
+        few = min(MOST_ROWS, FEW_TOKENS // max(queries.shape[2], keys.shape[2]))
+        padded = 1 << (max(rows, few) - 1).bit_length()
         is_small = padded * keys[0].size <= MOST_PADDED
         if queries.shape[2] > 1 and padded > rows and is_small and not isinstance(mask, mx.array):
             width = [(0, padded - rows), (0, 0), (0, 0), (0, 0)]
