@@ -1,11 +1,11 @@
 """Faults that are planted in the engine's caches, to see that answers show them.
 
-Assumed of the engine, here and nowhere else in this folder: ``Engine._prefill.pieces(group, row,
-prefix_tokens, count)`` is what goes into slots when prompts are done, behind a shared prefix of so
-many tokens (no prompt here shares one), of so many neighbours of one length from ``row`` on, one
-item for each of ``Engine.plan.kinds``, time at axis -2 unless the kind has a state;
-``Engine._slots._views.view(layouts)`` makes each step's view, with ``offsets``, and ``spans`` by
-window, whose ``_starts`` are the rows' first columns.
+Assumed of the engine, here and nowhere else in this folder: ``Engine._slots.fill_group(rows,
+layers)`` copies the rows of a group into slots when prompts are done (no prompt here shares a
+prefix), and each of the group's layers gives a row's pieces, one layer for each of
+``Engine.plan.kinds``, time at axis -2 unless the kind has a state. ``Engine._rows`` has rows by
+slot. ``Engine._slots._views.view(layouts)`` makes each step's view, with ``offsets``, and ``spans``
+by window, whose ``_starts`` are the rows' first columns.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.engine.engine import Engine
+from batchkv_worker.kv.slots.changes import Arrivals
 from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.sequence import Sequence
@@ -27,21 +28,15 @@ Change = Callable[[Sequence, list[Pieces]], list[Pieces]]
 
 def _at_handover(running: Engine, change: Change) -> None:
     """From now on rows go into their slots as `change` leaves them."""
-    pieces_of = running._prefill.pieces
+    slots = running._slots
 
-    def changed(group: Any, row: Sequence, prefix_tokens: int, count: int = 1) -> Any:
-        first = group.rows.index(row)
-        lines = []
-        for one in group.rows[first : first + count]:
-            pieces = pieces_of(group, one, prefix_tokens)
-            assert pieces is not None
-            lines.append(change(one, pieces))
-        return [
-            tuple(mx.concatenate(parts, axis=0) for parts in zip(*layer, strict=True))
-            for layer in zip(*lines, strict=True)
-        ]
+    def changed(rows: Arrivals, group: Any) -> None:
+        for one in rows.rows:
+            assert one.length
+            pieces = [layer.row(one.place, one.length, one.shared) for layer in group]
+            slots.fill(one.slot, change(running._rows[one.slot], pieces))
 
-    running._prefill.pieces = changed  # type: ignore[method-assign]
+    slots.fill_group = changed  # type: ignore[method-assign]
 
 
 def _at_each_step(running: Engine, change: Callable[[StepView], StepView]) -> None:
