@@ -80,8 +80,7 @@ class Crowd:
         self.ended: dict[str, Completed] = {}
 
     def _backend(self, values: dict[str, Any]) -> Backend:
-        decided = ("scheme", "slots", "path", "group_cost", "prefix_cells", "share")
-        facts = {name: values.get(name) for name in decided}
+        facts = {"scheme": values["scheme"], "path": values["path"]}
         return x86(measurements=tiny_models.measurements(self.model, backend="x86", **facts))
 
     def add(self, job_id: str, prompt: list[int], count: int = 6, **changes: Any) -> None:
