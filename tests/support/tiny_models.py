@@ -135,16 +135,17 @@ def with_measured(model: Any, config: EngineConfig) -> EngineConfig:
     """The configuration with the backend ``measured``, unless it names one."""
     if config.backend is not None:
         return config
-    return replace(config, backend=measured(model, config.scheme, config.path))
+    fixed = (config.path, config.group_cost, config.prefix_cells)
+    return replace(config, backend=measured(model, config.scheme, config.slots, fixed))
 
 
-def measured(model: Any, scheme: str, path: str | None = None) -> Backend:
+def measured(model: Any, scheme: str, slots: int, fixed: object = None) -> Backend:
     """The backend for an engine of this model; all tests of this run share its measurements.
 
-    What a start checks depends on the scheme and on the attention path, if one is named, and on no
-    number of slots. Not for tests that break what is measured: they would not see it.
+    ``fixed``: what is not measured. Not for tests that break what is measured: they would not see
+    it.
     """
-    return choose_backend(measurements(model, scheme=scheme, path=path))
+    return choose_backend(measurements(model, scheme=scheme, slots=slots, fixed=fixed))
 
 
 def measurements(model: Any, **others: object) -> Measurements:

@@ -65,7 +65,7 @@ def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(
             path="fused",
             group_cost=64,
             prefix_cells=64,
-            backend=tiny_models.measured(model, scheme, "fused"),
+            backend=tiny_models.measured(model, scheme, 8, "fused"),
         )
         running = Engine(tiny_models.loaded(model), config)
         with monkeypatch.context() as patch:

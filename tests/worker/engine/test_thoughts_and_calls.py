@@ -64,7 +64,7 @@ def loaded(kind: str) -> LoadedModel:
 
 def engine(kind: str, **changes: Any) -> Engine:
     values: dict[str, Any] = {"slots": 6, "chunk_tokens": 256, "memory_bytes": 2**28} | changes
-    values["backend"] = tiny_models.measured(model_of("llama"), "float")
+    values["backend"] = tiny_models.measured(model_of("llama"), "float", values["slots"])
     return Engine(loaded(kind), EngineConfig(scheme="float", **values))
 
 

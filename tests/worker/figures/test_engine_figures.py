@@ -23,7 +23,7 @@ def test_an_engine_counts_rows_once(monkeypatch: Any) -> None:
     model = tiny_models.build("llama")
     config = EngineConfig(
         **{"scheme": "float", "slots": 6, "chunk_tokens": 256, "memory_bytes": 2**28},
-        backend=tiny_models.measured(model, "float"),
+        backend=tiny_models.measured(model, "float", 6),
     )
     running = Engine(tiny_models.loaded(model), config)
     assert isinstance(running, HasFigures)
