@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -21,8 +22,11 @@ from batchkv_worker.kv.backends import blas
 from support.homes import remove_measurements
 from support.redis_server import RedisServer, running_server
 
-# Processes that tests start buffer their output as anybody's do.
+# Processes that tests start buffer their output and keep what they compile, as anybody's do. So do
+# these: the next run does not compile the tests again.
 os.environ.pop("PYTHONUNBUFFERED", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for a model's name
 if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: a core for each
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -43,6 +47,12 @@ settings.load_profile("batchkv")
 def home_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing is written into the home folder of whoever runs the tests."""
     os.environ.setdefault("BATCHKV_HOME", str(tmp_path_factory.mktemp("home")))
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has made lives as long as the run: no search for garbage reads it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

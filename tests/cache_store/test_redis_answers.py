@@ -36,7 +36,7 @@ def _server(answer: bytes) -> Iterator[str]:
 
     handler: type[BaseRequestHandler] = Handler
     with Server(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"redis://127.0.0.1:{server.server_address[1]}/0"
         server.shutdown()
 

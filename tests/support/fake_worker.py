@@ -70,7 +70,8 @@ class FakeWorker:
         self.num_done = 0
 
     def watch_parent(self) -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):  # not sys.stdin: Python waits a second at its end for who reads it
+            pass
         self.stopping.set()
 
     def work(self) -> None:

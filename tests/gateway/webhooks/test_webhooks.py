@@ -75,7 +75,7 @@ class Receiver:
 @contextmanager
 def receiving(status_of: Callable[[str, int], int] = lambda *_: 200) -> Iterator[Receiver]:
     receiver = Receiver(status_of)
-    thread = threading.Thread(target=receiver.server.serve_forever, args=[0.05])
+    thread = threading.Thread(target=receiver.server.serve_forever, args=[0.01])
     thread.start()
     try:
         yield receiver

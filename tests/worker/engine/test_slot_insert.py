@@ -63,7 +63,10 @@ def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(
             slots=8,
             chunk_tokens=256,
             memory_bytes=2**30,
-            backend=tiny_models.measured(model, scheme, 8),
+            path="fused",
+            group_cost=64,
+            prefix_cells=64,
+            backend=tiny_models.measured(model, scheme, 8, "fused"),
         )
         running = Engine(tiny_models.loaded(model), config)
         with monkeypatch.context() as patch:

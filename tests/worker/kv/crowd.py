@@ -80,8 +80,11 @@ class Crowd:
         self.ended: dict[str, Completed] = {}
 
     def _backend(self, values: dict[str, Any]) -> Backend:
-        decided = ("scheme", "slots", "path", "group_cost", "prefix_cells", "share")
-        facts = {name: values.get(name) for name in decided}
+        # On a CPU a start's checks depend on the slots only through a path that is measured.
+        path = values["path"]
+        facts = {"scheme": values["scheme"], "path": path}
+        if path is None:
+            facts["slots"] = values["slots"]
         return x86(measurements=tiny_models.measurements(self.model, backend="x86", **facts))
 
     def add(self, job_id: str, prompt: list[int], count: int = 6, **changes: Any) -> None:

@@ -67,7 +67,7 @@ def hub() -> Iterator[str]:
     """The hub's URL; it has the files of the included model."""
     SmallHub.files = {file.name: file.read_bytes() for file in MODEL_PATH.iterdir()}
     with ThreadingHTTPServer(("127.0.0.1", 0), SmallHub) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache
 from batchkv_worker.cli import kv_report_command, scheme_names
 from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.kv.attention.paths import Path as AttentionPath
+from batchkv_worker.kv.backends import timing
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import KvPlan, make_plan
@@ -40,6 +41,8 @@ def _one_short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the timing, because times are not tested here."""
     monkeypatch.setattr(speed, "ROUNDS", 1)
     monkeypatch.setattr(speed, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "LEAST_TURNS", 1)  # of a plan's choices
+    monkeypatch.setattr(timing, "MOST_SECONDS", 0.0)
 
 
 def report_of(family: str, *schemes: str) -> Report:
