@@ -7,8 +7,9 @@ Each figure is the median of three runs. The gateway is a process of its own wit
 own; the client is this process, which sends bytes that it has in memory and reads sockets without
 an HTTP library. ``CPU ms/MB`` and ``CPU ms/poll`` are the gateway's user and system time, which
 other programs of the machine hardly change. ``peak MB`` is its largest resident memory so far.
-Clients poll without a pause, so that the latency is that of a busy gateway. ``beside_``: the same
-polls while a worker, a process of its own, takes and ends rows. Its engine sleeps, so that all
+Clients poll without a pause, so that the latency is that of a busy gateway. ``paced_``: they poll
+each batch once a second, and a poll that starts late has waited since its time. ``beside_``: the
+same polls while a worker, a process of its own, takes and ends rows. Its engine sleeps, so that all
 processor time of the worker is the queue's.
 """
 
@@ -145,9 +146,9 @@ class Poller:
         self.sock = socket.create_connection(("127.0.0.1", port), WAIT_SECONDS)
         self._ids, self._asked, self._began, self._answer = ids, "", 0.0, b""
 
-    def ask(self) -> None:
-        """Send the next request."""
-        self._began, self._answer = time.perf_counter(), b""
+    def ask(self, due: float | None = None) -> None:
+        """Send the next request, whose latency counts from ``due``, or from now."""
+        self._began, self._answer = due or time.perf_counter(), b""
         self._asked = next(self._ids)
         path = f"/v1/batches/{self._asked}"
         self.sock.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -167,26 +168,34 @@ class Poller:
         return time.perf_counter() - self._began
 
 
-def poll(gateway: Gateway, ids: list[str], num_clients: int, num_polls: int) -> PollCost:
-    """Poll the batches in turns, each client one after the other without a pause."""
+def poll(
+    gateway: Gateway, ids: list[str], num_clients: int, num_polls: int, rate: float = 0.0
+) -> PollCost:
+    """Poll the batches in turns, ``rate`` a second; 0: each client without a pause."""
     turns = (ids[number % len(ids)] for number in range(num_polls))
     pollers = [Poller(gateway.port, turns) for _ in range(min(num_clients, num_polls))]
     pid, latencies = gateway.process.pid, list[float]()
     before, began = cpu_seconds(pid), time.perf_counter()
+    free, num_asked = [*pollers], 0
     with selectors.DefaultSelector() as selector:
         for poller in pollers:
-            poller.ask()
             selector.register(poller.sock, selectors.EVENT_READ, poller)
         while len(latencies) < num_polls:
-            ready = selector.select(WAIT_SECONDS)
-            if not ready:
+            due = began + num_asked / rate if rate else None
+            while free and num_asked < num_polls and (due is None or due <= time.perf_counter()):
+                free.pop(0).ask(due)
+                num_asked += 1
+                due = began + num_asked / rate if rate else None
+            is_waiting = due is not None and bool(free) and num_asked < num_polls
+            wait = max(0.0, (due or 0.0) - time.perf_counter()) if is_waiting else WAIT_SECONDS
+            ready = selector.select(wait)
+            if not ready and not is_waiting:
                 raise RuntimeError("the gateway does not answer")
             for key, _ in ready:
                 latency = key.data.read()
                 if latency is not None:
                     latencies.append(latency)
-                    if len(latencies) + len(pollers) <= num_polls:
-                        key.data.ask()
+                    free.append(key.data)
     seconds, used = time.perf_counter() - began, cpu_seconds(pid) - before
     for poller in pollers:
         poller.sock.close()
@@ -240,10 +249,10 @@ def idle_cpu(gateway: Gateway, seconds: float) -> float:
 
 
 def measure_polls(
-    gateway: Gateway, ids: list[str], args: argparse.Namespace, name: str
+    gateway: Gateway, ids: list[str], args: argparse.Namespace, name: str, rate: float = 0.0
 ) -> dict[str, float]:
     """The figures of polls, under names that begin with ``name``."""
-    polls = [poll(gateway, ids, args.clients, args.polls) for _ in range(args.repeats)]
+    polls = [poll(gateway, ids, args.clients, args.polls, rate) for _ in range(args.repeats)]
     figures = {
         f"{name}poll_p{number}_ms": statistics.median(1e3 * p.percentile(share) for p in polls)
         for number, share in ((50, 0.5), (99, 0.99))
@@ -275,8 +284,10 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
             ids = make_batches(client, args.batches)
         figures["idle_cpu_share"] = idle_cpu(gateway, args.idle)
         figures |= measure_polls(gateway, ids, args, "")
+        figures |= measure_polls(gateway, ids, args, "paced_", args.batches)
         with working(server, Path(folder)) as work:
             figures |= measure_polls(gateway, ids, args, "beside_")
+            figures |= measure_polls(gateway, ids, args, "paced_beside_", args.batches)
             figures["beside_rows_per_s"] = work.rows_per_second()
     return figures
 
