@@ -1,6 +1,6 @@
 """What rows cost that a client waits for, through the gateway: calls, first tokens, a batch beside.
 
-    python tests/benchmarks/bench_live.py [--quick] [--json FILE]
+    python tests/benchmarks/bench_live.py [--quick] [--slots N] [--json FILE]
 
 1. **Calls.** A worker whose engine does nothing; 64 connections that ask one after the other. Calls
    a second, whole and as streams, and processor time of each process for a call. Target: 300.
@@ -43,7 +43,6 @@ from support.worker_harness import workers as ended_with_the_block
 
 TARGET_CALLS = 300.0
 CONNECTIONS = 64
-SLOTS = 16
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 48
 LIVE_TOKENS = 32
 CLIENTS = (False, False, True, True)  # whether each reads a stream
@@ -71,7 +70,7 @@ class World:
 
 
 @contextmanager
-def world(worker_class: str) -> Iterator[World]:
+def world(worker_class: str, slots: int) -> Iterator[World]:
     """All processes, once the worker answers."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -80,7 +79,7 @@ def world(worker_class: str) -> Iterator[World]:
         worker = WorkerProcess(
             server.url,
             folder / "log",
-            settings={"SLOTS": SLOTS, "PREFETCH": 16},
+            settings={"SLOTS": slots},
             environ={"OPENBLAS_NUM_THREADS": "1"},
             worker_class=worker_class,
         )
@@ -280,16 +279,17 @@ def main() -> int:
     """Measure all, print it, and keep it if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller, to try it")
+    parser.add_argument("--slots", type=int, default=32, help="of the worker [32, as on an M4]")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     num_calls, num_rows, turns = (600, 160, 1) if options.quick else (6000, 800, 3)
     found: Figures = {}
-    with world(FAKE_CLASS) as running:
+    with world(FAKE_CLASS, options.slots) as running:
         measure_calls(running, num_calls // 4, is_stream=False)  # nothing is compiled or cached yet
         for name, is_stream in (("calls", False), ("streams", True)):
             found[name] = measure_calls(running, num_calls, is_stream=is_stream)
             show(name, found[name])
-    with world(COMMAND_CLASS) as running:
+    with world(COMMAND_CLASS, options.slots) as running:
         measure_beside(running, 0, num_rows // 4)
         found["first token"] = measure_first(running, 20, num_rows)
         show("first token", found["first token"])

@@ -117,7 +117,8 @@ def _findings(
                 began or "start",
                 late(
                     "this did not end in time, and was given up",
-                    "run it again when the machine is quiet; if it stays so, report it",
+                    "run it again when the machine is quiet: the first run also compiles a GPU's "
+                    "kernels; if it stays so, report it",
                 ),
             )
             return
