@@ -8,6 +8,8 @@ from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.wire.redis_keys import PRIORITIES
 
+LEAST_SECONDS = 1.0  # while any row is open
+
 
 def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) -> dict[str, float]:
     """Batch id -> seconds until the batch is done, for the batches that have an estimate.
@@ -34,7 +36,7 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
                 break
             num_open = batch.total - batch.num_ended
             num_tokens += num_open * batch.completion_tokens / batch.ok
-            found[batch.batch_id] = num_tokens / rate
+            found[batch.batch_id] = max(LEAST_SECONDS, num_tokens / rate)
     return found
 
 

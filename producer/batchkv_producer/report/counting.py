@@ -156,6 +156,7 @@ class Counting:
             failures=self._groups(),
             endings=tuple(self._endings.most_common()),
             settings=tuple(Setting(name, value) for name, value in settings),
+            active_seconds=self._timeline.active_seconds,
         )
 
     def _worker_of(self, result: Result) -> _Worker:

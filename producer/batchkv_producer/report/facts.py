@@ -134,7 +134,8 @@ class Facts:
     results: ``num_read`` rows. ``num_copies`` of them have the answer of another row; they are
     only in the counts by outcome. ``num_unreadable`` results were not written by batchkv.
     ``latency_ms`` is from a row's admission to its end, of the ok rows, like the next two.
-    ``endings`` counts them by finish reason.
+    ``endings`` counts them by finish reason. ``active_seconds`` is the time from ``started_at`` to
+    ``ended_at`` in which rows were under way, as far as the width of the bins tells.
     """
 
     status: BatchStatus
@@ -152,6 +153,7 @@ class Facts:
     failures: tuple[FailureGroup, ...]
     endings: tuple[tuple[str, int], ...]
     settings: tuple[Setting, ...]
+    active_seconds: float = 0.0
 
     @property
     def is_complete(self) -> bool:

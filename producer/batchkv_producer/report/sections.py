@@ -26,6 +26,7 @@ from batchkv_producer.report.facts import (
     Facts,
     FailureGroup,
     Source,
+    WorkerShare,
 )
 from batchkv_producer.report.words import (
     per_cent,
@@ -37,6 +38,8 @@ from batchkv_producer.report.words import (
 )
 
 MAX_BARS = 24  # of workers in a chart; the table has all
+MOST_ACTIVE = 0.9  # of the time from first row to last: else the rest is told apart
+LEAST_SECONDS = 5.0  # for which workers had rows, before their speeds are compared
 
 Rate = Callable[[Bin], float]
 
@@ -58,7 +61,11 @@ def summary(facts: Facts) -> str:
     if facts.started_at is not None and facts.ended_at is not None:
         seconds = max(facts.ended_at - facts.started_at, 0.001)
         figures.append(("from first row to last", seconds_text(1000 * seconds), ""))
-        speed = status.completion_tokens / max(1.0, seconds)
+        # Rows of a retry may begin long after the others have ended: nobody computed in between.
+        if facts.active_seconds < MOST_ACTIVE * seconds:
+            active = seconds_text(1000 * facts.active_seconds)
+            figures.append(("of it with rows under way", active, ""))
+        speed = status.completion_tokens / max(1.0, min(seconds, facts.active_seconds))
         figures.append(("generated tokens a second", f"{speed:,.1f}", ""))
     if status.saved_ms:
         figures.append(("saved by the cache", seconds_text(status.saved_ms), ""))
@@ -238,12 +245,30 @@ def workers(facts: Facts) -> str:
          seconds_text(one.p50_ms) if one.ok else "-", one.scheme, one.version]
         for one in facts.workers
     ]  # fmt: skip
-    if len(bars) > 1 and bars[-1].value < bars[0].value:
-        share = per_cent(bars[-1].value, bars[0].value)
-        about += f" The slowest, {bars[-1].name}, has {share} of the speed of {bars[0].name}."
+    about += _slowest(shown)
     chart = bar_chart("Speed of each worker", words, bars) if bars else ""
     card = _card("", about, chart, "")
     return _section(title, card + data_table("Each worker's part", titles, rows))
+
+
+def _slowest(workers: Sequence[WorkerShare]) -> str:
+    """A sentence on the slowest worker, of those that had rows long enough to tell."""
+    long = [one for one in workers if one.active_seconds >= LEAST_SECONDS]
+    short = [one.name for one in workers if one.active_seconds < LEAST_SECONDS]
+    found = ""
+    if len(long) > 1:
+        slow, fast = (choose(long, key=_speed) for choose in (min, max))
+        if slow.tokens_per_second < fast.tokens_per_second:
+            share = per_cent(slow.tokens_per_second, fast.tokens_per_second)
+            found = f" The slowest, {slow.name}, has {share} of the speed of {fast.name}."
+    if short and len(workers) > 1:
+        found += f" Rows of {', '.join(short)} took less than {LEAST_SECONDS:.0f} s, which is too "
+        found += "short to compare."
+    return found
+
+
+def _speed(worker: WorkerShare) -> float:
+    return worker.tokens_per_second
 
 
 def failures(facts: Facts) -> str:

@@ -165,6 +165,7 @@ def test_no_time_left_is_shown_for_rows_that_a_dead_worker_holds() -> None:
     open_rows = batch(batch_id="b", ok=90, completion_tokens=900, running=10)
     alive = worker(10)
     assert seconds_left([open_rows], [alive]) == {"b": 10.0}
+    assert seconds_left([open_rows], [worker(10_000)]) == {"b": 1.0}  # never 0 while rows are open
     dead = dataclasses.replace(worker(90), is_away=True)
     assert seconds_left([open_rows], [alive, dead]) == {"b": 10.0}
     assert seconds_left([open_rows], [alive, dataclasses.replace(dead, num_running=9)]) == {}

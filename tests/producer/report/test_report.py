@@ -22,6 +22,7 @@ from batchkv_producer import Client
 from batchkv_producer.cli import cli
 from batchkv_producer.report.facts import Facts
 from batchkv_producer.report.reading import read_facts
+from batchkv_producer.report.sections import summary, workers
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.cache_note import CacheNote
@@ -132,6 +133,30 @@ def test_the_slow_worker_is_named(redis_connection: Redis, batch: str) -> None:
     assert workers["fast"].relative_speed == 1.0 > workers["slow"].relative_speed
     assert (workers["slow"].ok, workers["slow"].failed, workers["slow"].p50_ms) == (1, 2, 8000)
     assert workers["no worker"].canceled == 2
+
+
+def test_speeds_of_a_moment_are_not_compared(redis_connection: Redis, batch: str) -> None:
+    """A worker that had rows for less than five seconds is named, and is not the slowest."""
+    facts = read_facts(redis_connection, batch)
+
+    def told(**seconds: float) -> str:
+        shares = [replace(one, active_seconds=seconds.get(one.name, 0.0)) for one in facts.workers]
+        return workers(replace(facts, workers=tuple(shares)))
+
+    assert "The slowest, slow, has" in told(fast=5.0, slow=9.0)
+    text = told(fast=5.0, slow=4.9)
+    assert "The slowest" not in text and "Rows of slow took less than 5 s" in text
+
+
+def test_the_time_in_which_nobody_computed_is_told_apart(
+    redis_connection: Redis, batch: str
+) -> None:
+    """Rows of a retry may end long after the others, and the speed is not that of the pause."""
+    facts = read_facts(redis_connection, batch)
+    busy = replace(facts, started_at=0.0, ended_at=100.0, active_seconds=95.0)
+    assert "under way</dt>" not in summary(busy) and "<dd>0.3</dd>" in summary(busy)
+    text = summary(replace(busy, ended_at=1000.0, active_seconds=100.0))
+    assert "of it with rows under way" in text and "<dd>0.3</dd>" in text
 
 
 def test_failures_have_lines_and_messages(redis_connection: Redis, batch: str) -> None:
