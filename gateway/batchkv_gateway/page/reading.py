@@ -15,7 +15,7 @@ from batchkv_gateway.native.listing import Listing, facts_of
 from batchkv_gateway.page.feed import Snapshot
 from batchkv_gateway.page.worker_facts import WorkerFacts
 from batchkv_producer.monitor.open_batches import OpenBatches
-from batchkv_producer.monitor.remaining import seconds_left
+from batchkv_producer.monitor.remaining import LEAST_SECONDS, seconds_left
 from batchkv_producer.monitor.status import BatchStatus, read_batches
 
 NEWEST = 50
@@ -70,9 +70,9 @@ class Reader:
 
     def _text(self, item: dict[str, Any], now: float) -> str:
         fields = {name: value for name, value in item.items() if name not in _CHANGING}
+        speed = fields["tokens_per_second"] = self._speeds.of(item, now)
         if fields["seconds_left"] is not None:
-            fields["seconds_left"] = rounded(fields["seconds_left"])
-        fields["tokens_per_second"] = self._speeds.of(item, now)
+            fields["seconds_left"] = rounded(soonest(item, fields["seconds_left"], speed))
         return json.dumps(fields, separators=(",", ":"))
 
 
@@ -98,6 +98,18 @@ class Speeds:
         (begin, before), (end, after) = counts[0], counts[-1]
         speed = round(max(0, after - before) / (end - begin)) if end > begin else 0
         return speed if speed or end - begin >= SPEED_SECONDS / 2 else None
+
+
+def soonest(item: Mapping[str, Any], seconds: float, speed: int | None) -> float:
+    """The time left at the batch's own speed, if that is sooner.
+
+    Workers tell their speed every ten seconds, and at first as that of the time before.
+    """
+    if not speed or not item["ok"]:
+        return seconds
+    num_open = item["total"] - item["num_ended"]
+    own: float = num_open * item["completion_tokens"] / item["ok"] / speed
+    return min(seconds, max(LEAST_SECONDS, own))
 
 
 def rounded(seconds: float) -> int:

@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.page import feed as feed_module
 from batchkv_gateway.page.feed import Feed, Snapshot
-from batchkv_gateway.page.reading import Speeds, rounded
+from batchkv_gateway.page.reading import Speeds, rounded, soonest
 from batchkv_gateway.stopping import Stopping
 
 EVERYBODY = Caller("local", True)
@@ -124,6 +124,15 @@ def test_streams_end_when_the_gateway_stops() -> None:
         assert time.monotonic() - began < feed_module.STREAM_SECONDS / 2  # not by its age
 
     run(main)
+
+
+def test_the_time_left_follows_the_batch_where_its_workers_tell_less() -> None:
+    """The sooner of two estimates, and a second at least; without a speed that of the workers."""
+    item = {"ok": 50, "total": 100, "num_ended": 60, "completion_tokens": 500}
+    assert soonest(item, 47.0, 100) == 4.0 and soonest(item, 2.0, 100) == 2.0
+    assert soonest(item, 47.0, 1000) == 1.0
+    assert soonest(item, 47.0, None) == soonest(item, 47.0, 0) == 47.0
+    assert soonest({**item, "ok": 0}, 47.0, 9) == 47.0
 
 
 def test_speed_and_time_left_are_rounded() -> None:
