@@ -230,8 +230,7 @@ def test_a_batch_of_openais_api_is_shown_after_its_end(
         button = (
             "[...document.querySelectorAll('button')].find((b) => /^Retry/.test(b.textContent))"
         )
-        page.wait(button)
-        assert page.run(f"{button}.textContent") == "Retry 1 failed row"
+        page.wait(f"{button}.textContent === 'Retry 1 failed row'")  # once they are counted
         page.run(f"{button}.click()")
         page.wait("document.querySelector('.note-box a')")
         assert "1 row was queued again as a new batch." in page.text()
@@ -241,18 +240,63 @@ def test_a_batch_of_openais_api_is_shown_after_its_end(
     assert page.problems == []
 
 
-def test_facts_of_a_file_can_be_read_on_a_phone(tab: tuple[Tab, str]) -> None:
-    """Beside long names, the values of the dry run keep more than a third of the screen."""
-    page, _ = tab
-    page.look(width=360, height=780)
+def choose_questions(page: Tab, row: str = '{"prompt": "Hello"}') -> None:
+    """Choose a file of one row for a new batch, and wait for the dry run."""
+    page.run("location.hash = '#/'")
+    page.wait("document.querySelector('h1').textContent === 'Batches'")
     page.run("location.hash = '#/new'")
     page.wait("document.querySelector('#file')")
     page.run(
         "(() => { const files = new DataTransfer(), field = document.querySelector('#file');"
-        "  files.items.add(new File(['{\"prompt\": \"Hello\"}\\n'], 'questions.jsonl'));"
+        f"  files.items.add(new File([{json.dumps(row)} + '\\n'], 'questions.jsonl'));"
         "  field.files = files.files; field.dispatchEvent(new Event('change')); })()"
     )
     page.wait("document.querySelector('#plan-title')")
+
+
+def add_worker(connection: Redis, name: str, model: str, **more: str) -> None:
+    facts = {"birth": "now", "queues": redis_keys.queue_name(model), "bkv_model": model}
+    facts |= {"bkv_seen": str(int(time.time())), **more}
+    connection.hset(redis_keys.worker(name), mapping=facts)  # type: ignore[arg-type]
+    connection.sadd(redis_keys.workers(""), redis_keys.worker(name))
+
+
+def test_a_file_without_a_model_gets_the_only_one_that_is_served(
+    tab: tuple[Tab, str], redis_server: RedisServer
+) -> None:
+    """Without one, the field itself asks for it, until it changes. The lines' own model wins."""
+    page, _ = tab
+    field = "document.querySelector('#model')"
+    queue = "[...document.querySelectorAll('button')].find((b) => /^Queue/.test(b.textContent))"
+    with redis_server.connect() as connection:
+        connection.delete(redis_keys.workers(""))
+        choose_questions(page)
+        page.wait("/No worker runs now/.test(document.body.innerText)")
+        page.run(f"{queue}.click()")
+        page.wait("document.querySelector('#model-fault')")
+        assert "Choose a model: the lines name none." in page.text()
+        assert page.run("document.querySelectorAll('.alert').length") == 1
+        page.run(f"({field}.value = 'x', {field}.dispatchEvent(new Event('input')), 0)")
+        page.wait("!document.querySelector('#model-fault')")
+        choose_questions(page)
+        add_worker(connection, "only", "served")  # it comes after the form is there
+        page.wait(f"{field}.value === 'served'")
+        choose_questions(page, '{"prompt": "Hello", "model": "own"}')
+        assert page.run(f"{field}.value") == "own"
+        choose_questions(page)
+        page.wait(f"{field}.value === 'served'")
+        page.run(f"{queue}.click()")
+        page.wait("location.hash.startsWith('#/batches/')")
+        batch_id = page.run("location.hash").rpartition("/")[2]
+        assert Client(connection).status(batch_id).model == "served"
+        connection.delete(redis_keys.workers(""))
+
+
+def test_facts_of_a_file_can_be_read_on_a_phone(tab: tuple[Tab, str]) -> None:
+    """Beside long names, the values of the dry run keep more than a third of the screen."""
+    page, _ = tab
+    page.look(width=360, height=780)
+    choose_questions(page)
     widths = page.run("[...document.querySelectorAll('.facts dd')].map((one) => one.clientWidth)")
     page.look()
     assert min(widths) > 360 / 3

@@ -13,6 +13,12 @@ export const app = {
   say: () => {}, // for screen readers
 };
 
+// The models that workers serve. A host serves several, by workers of its own.
+export function servedModels() {
+  const live = app.workers.filter((one) => !one.is_away);
+  return [...new Set(live.flatMap((one) => (one.models?.length ? one.models : [one.model])))].filter(Boolean);
+}
+
 // A batch of OpenAI's API keeps its id there also when its rows have left the queue.
 export const idOf = (batch) => batch.openai_id ?? batch.batch_id;
 
