@@ -6,7 +6,7 @@ import { histogram, timeChart } from "../charts.js";
 import { confirmed } from "../dialog.js";
 import { h } from "../dom.js";
 import { count, duration, percent, plural, rate, short } from "../format.js";
-import { alert, cached, command, left, nameOf, numEnded, progress, shareOf, state, tile, time } from "./parts.js";
+import { alert, cached, code, command, left, nameOf, numEnded, progress, shareOf, state, tile, time } from "./parts.js";
 import { RowList } from "./rows.js";
 
 const POLL_MS = 5000; // of a batch that the events do not have, and of rows while a batch runs
@@ -32,6 +32,7 @@ export function enter(id) {
     fault: "",
     note: "",
     link: false,
+    again: null, // of the last retry: how many rows it queued, and how many failed ones it left
     isBusy: false,
     said: -1,
     rows: new RowList(id),
@@ -50,9 +51,11 @@ export function leave() {
 async function look(own) {
   clearTimeout(own.timer);
   const base = `${NATIVE}/batches/${own.id}`;
+  const { again } = own;
   try {
     const found = await getJson(base);
     if (own !== view) return;
+    if (again && again === own.again && found.is_done) endRetry(own, found);
     const before = own.detail;
     own.detail = found;
     own.fault = "";
@@ -286,9 +289,25 @@ async function change(method, path, then) {
   }
 }
 
+// The rows of a retry have ended: the notice that they were queued makes way for what became of them.
+function endRetry(own, found) {
+  const { queued, others } = own.again;
+  const num = Math.min(queued, found.failed - others);
+  own.again = null;
+  own.note = num > 0 ? failedAgain(num, queued) : "";
+  app.say(own.note);
+}
+
+function failedAgain(num, queued) {
+  if (queued === 1) return "The row that was queued again has failed again.";
+  return `${count(num)} of the rows that were queued again ${num === 1 ? "has" : "have"} failed again.`;
+}
+
 async function retry(status) {
   const counts = unanswered(status);
+  const own = view;
   await change("POST", `${NATIVE}/batches/${view.id}/retry`, ({ queued }) => {
+    if (queued && !status.openai_id) own.again = { queued, others: status.failed - queued };
     const place = status.openai_id ? " as a new batch" : "";
     const again = queued ? `${plural(queued, "row")} ${queued === 1 ? "was" : "were"} queued again${place}.` : "No row was queued again.";
     const others = status.failed - queued;
@@ -355,9 +374,9 @@ function failure(group) {
   return h(
     "tr",
     { key: group.code },
-    h("th", { scope: "row" }, h("code", {}, group.code)),
+    h("th", { scope: "row" }, h("code", {}, code(group.code))),
     h("td", { "data-label": "Rows", class: "num" }, count(group.count)),
-    h("td", { "data-label": "Why" }, messagesOf(group).map((text) => h("bdi", { class: "text block" }, text))),
+    h("td", { "data-label": "Why" }, h("div", {}, messagesOf(group).map((text) => h("bdi", { class: "text block" }, text)))),
     h(
       "td",
       { "data-label": "Lines" },
@@ -476,7 +495,7 @@ function shares(id, title, heads, rows) {
       { class: "scroll", tabindex: 0, role: "region", "aria-label": title },
       h(
         "table",
-        {},
+        { class: "shares", "--cells": heads.length - 1 },
         h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
         h("tbody", {}, rows.map((row) => h(
           "tr",

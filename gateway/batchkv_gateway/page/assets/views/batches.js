@@ -1,7 +1,7 @@
 // All batches, the newest first.
 
 import { getJson, NATIVE } from "../api.js";
-import { app } from "../app.js";
+import { app, speedNow } from "../app.js";
 import { h } from "../dom.js";
 import { count, rate } from "../format.js";
 import { alert, cached, command, idOf, left, nameOf, NO_BATCH, NO_WORKER, progress, state, tile, time } from "./parts.js";
@@ -53,7 +53,7 @@ function totals(batches) {
   return h(
     "dl",
     { key: "tiles", class: "tiles" },
-    tile("Speed", rate(sum(live, "tokens_per_second"))),
+    tile("Speed", rate(live.reduce((all, worker) => all + (speedNow(worker) ?? 0), 0))),
     tile("Rows running", count(sum(open, "running"))),
     tile("Rows queued", count(sum(open, "queued"))),
     tile("Workers", count(live.length), workerNote(live)),

@@ -74,6 +74,11 @@ export function cached(batch) {
   return percent(shareOf(batch.cached_tokens, batch.prompt_tokens));
 }
 
+// A code, which may be broken behind its underscores alone.
+export function code(text) {
+  return String(text ?? "").split(/(?<=_)/).flatMap((part, index) => (index ? [h("wbr", {}), part] : [part]));
+}
+
 export function command(text) {
   return h("pre", { class: "command" }, h("code", {}, text));
 }

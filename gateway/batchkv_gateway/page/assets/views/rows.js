@@ -5,7 +5,7 @@ import { app } from "../app.js";
 import { h } from "../dom.js";
 import { count, duration, size } from "../format.js";
 import { choose, fileOf } from "../prompts.js";
-import { alert } from "./parts.js";
+import { alert, code as breakable } from "./parts.js";
 
 const PAGE = matchMedia("(max-width: 720px)").matches ? 20 : 50; // a phone shows one row below the other
 const RELOAD_MS = 5000; // at the soonest
@@ -70,11 +70,16 @@ export class RowList {
   chooser() {
     const file = fileOf(this.id);
     if (!file && !this.rows.some((row) => row.prompt === null)) return false;
+    const name = app.batches.get(this.id)?.name ?? "";
+    const known = /\.[a-z]+$/i.test(name) ? h("bdi", {}, name) : "your file";
+    const choice = file
+      ? ["They are read here from ", h("bdi", {}, file.name), ", and nothing is uploaded. Another file: "]
+      : ["Choose ", known, " again to see them; it is not uploaded. "];
     return h(
       "p",
       { key: "chooser", class: "chooser note" },
-      file ? ["Prompts of ended rows are from ", h("bdi", {}, file.name), ". "] : "The server keeps no prompts of ended rows. ",
-      h("label", { for: "prompts" }, "Show them from your file, which stays in this browser: "),
+      "The server no longer has the prompts of ended rows. ",
+      h("label", { for: "prompts" }, choice),
       h("input", { id: "prompts", type: "file", onchange: (event) => this.takeFile(event.target.files[0]) }),
     );
   }
@@ -324,7 +329,7 @@ function outcome(row) {
   const kinds = { ok: "good", failed: "bad", running: "busy" };
   return [
     h("span", { class: `badge ${kinds[row.outcome] ?? "idle"}` }, row.outcome),
-    row.error && h("span", { class: "note block" }, row.error.code),
+    row.error && h("span", { class: "note block" }, breakable(row.error.code)),
   ];
 }
 

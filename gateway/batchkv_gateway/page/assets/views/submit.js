@@ -1,7 +1,7 @@
 // A new batch: choose a file, see what it would do, set its terms, and queue it.
 
 import { NATIVE, upload } from "../api.js";
-import { app } from "../app.js";
+import { app, servedModels } from "../app.js";
 import { h } from "../dom.js";
 import { count, percent, plural, short, size } from "../format.js";
 import { choose } from "../prompts.js";
@@ -20,6 +20,7 @@ const DEADLINES = [
 let file = null;
 let plan = null;
 let fault = "";
+let isModelMissing = false;
 let busy = ""; // what is being done
 let share = 0;
 let isOver = false;
@@ -30,7 +31,7 @@ export const title = () => "New batch";
 export function enter() {
   file = plan = null;
   fault = busy = "";
-  isOver = false;
+  isOver = isModelMissing = false;
   terms = {};
 }
 
@@ -71,6 +72,7 @@ async function take(chosen) {
   if (!chosen || busy) return;
   file = chosen;
   terms = {};
+  isModelMissing = false;
   await tryOut();
 }
 
@@ -78,7 +80,7 @@ function headers() {
   const suffix = /\.[A-Za-z0-9]+$/.exec(file.name)?.[0] ?? "";
   const files = [{ name: file.name, bytes: file.size, suffix }];
   const found = { "x-batchkv-files": encodeURIComponent(JSON.stringify(files)) };
-  const given = { name: file.name, ...terms };
+  const given = { name: file.name, ...terms, model: terms.model ?? (plan && !plan.checked.model ? preset() : "") };
   for (const name of ["model", "priority", "expires", "name"]) {
     if (given[name]) found[`x-batchkv-${name}`] = encodeURIComponent(given[name]);
   }
@@ -105,7 +107,7 @@ async function send(what, path) {
 }
 
 async function tryOut() {
-  plan = null;
+  plan = null; // without it no model is sent: the lines may name theirs
   plan = await send("Reading the file", `${NATIVE}/batches?dry_run=1`);
   app.refresh();
   if (plan) app.say(`${plural(plan.checked.total, "row")}, ${plural(plan.checked.num_bad, "wrong line")}`);
@@ -113,6 +115,12 @@ async function tryOut() {
 
 async function queue(event) {
   event.preventDefault();
+  isModelMissing = !plan.checked.model && !(terms.model ?? preset()).trim();
+  if (isModelMissing) {
+    document.getElementById("model").focus();
+    app.refresh();
+    return;
+  }
   const made = await send("Queueing", `${NATIVE}/batches`);
   if (!made) return;
   const id = made.submitted.batch_id;
@@ -170,13 +178,28 @@ function wrongLines() {
   );
 }
 
+// The model in the field before anybody types: the one of the lines, else the only one that workers serve.
+function preset() {
+  const models = servedModels();
+  return plan?.checked.model || (models.length === 1 ? models[0] : "");
+}
+
+function onModel(event) {
+  terms.model = event.target.value;
+  if (!isModelMissing) return;
+  isModelMissing = false;
+  app.refresh();
+}
+
 function form() {
-  const models = [...new Set(app.workers.filter((one) => !one.is_away && one.model).map((one) => one.model))];
+  const models = servedModels();
+  const notes = isModelMissing ? "model-fault model-note" : "model-note";
   return h(
     "form",
     { key: "terms", onsubmit: queue, class: "terms" },
     h("label", { for: "model" }, "Model"),
-    h("input", { id: "model", list: "models", start: (plan.checked.model || null) ?? models[0] ?? "", oninput: keep("model"), autocomplete: "off", spellcheck: "false", "aria-describedby": "model-note" }),
+    h("input", { id: "model", list: "models", value: preset(), oninput: onModel, autocomplete: "off", spellcheck: "false", "aria-invalid": isModelMissing ? "true" : null, "aria-describedby": notes }),
+    isModelMissing && h("p", { key: "model-fault", class: "alert", id: "model-fault", role: "alert" }, "Choose a model: the lines name none."),
     h("datalist", { id: "models" }, models.map((name) => h("option", { key: name, value: name }))),
     h("p", { class: "note", id: "model-note" }, models.length ? `Workers serve ${models.join(", ")}.` : "No worker runs now. The batch waits for one."),
     h("label", { for: "name" }, "Name"),

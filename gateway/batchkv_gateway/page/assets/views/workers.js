@@ -1,7 +1,7 @@
 // The workers: what each does, how fast it is, and what it needs.
 
 import { NATIVE, sendJson } from "../api.js";
-import { app } from "../app.js";
+import { app, speedNow } from "../app.js";
 import { sparkline } from "../charts.js";
 import { h } from "../dom.js";
 import { ago, count, moment, percent, rate, size } from "../format.js";
@@ -62,13 +62,8 @@ function isHost(worker) {
   return worker.models?.length > 0;
 }
 
-// A worker that has rows and no speed has not measured one yet: its heartbeat brings the first.
-function speedNow(worker) {
-  return worker.num_running && !worker.tokens_per_second ? undefined : worker.tokens_per_second;
-}
-
 function speedOverTime(worker) {
-  const now = [Math.round(Date.now() / 1000), worker.is_away ? 0 : (worker.tokens_per_second ?? 0)];
+  const now = [Math.round(Date.now() / 1000), worker.is_away ? 0 : (speedNow(worker) ?? 0)];
   const points = [...(app.history[worker.name] ?? []), now];
   if (points.length < 3) return false;
   const most = Math.max(...points.map(([, value]) => value));
@@ -127,8 +122,8 @@ function hostFacts(worker) {
 }
 
 function slots(worker) {
-  const used = worker.slots_used;
-  return typeof used === "number" ? `${count(used)} of ${count(worker.num_slots)} in use` : count(worker.num_slots);
+  const used = worker.num_running ? worker.slots_used : 0; // its last figures may be of rows that ended
+  return typeof worker.slots_used === "number" ? `${count(used)} of ${count(worker.num_slots)} in use` : count(worker.num_slots);
 }
 
 function hitRates(rates) {
