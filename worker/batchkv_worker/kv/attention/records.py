@@ -19,7 +19,8 @@ from batchkv_worker.kv.backends.contract import RecordKernels
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.types import PackedKV, Parts
 
-_LEAST_ROWS = 8  # of small arrays: Metal binds those of fewer numbers in another address space
+LEAST_NUMBERS = 8  # of an array: Metal binds those of fewer in another address space
+_LEAST_ROWS = LEAST_NUMBERS  # of small arrays with a number or more for each row
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,14 +176,7 @@ class DecodeKernels:
     def place_rows(
         self, places: mx.array, keys: Parts, values: Parts, count: int, columns: int
     ) -> mx.array:
-        """Records ``[count, kv heads, columns, words]`` of whole slots that rows come into.
-
-        ``keys`` and ``values`` are the packed parts of a group, ``[rows, kv heads, time, size]``,
-        with numbers of the layer's dtype. ``places`` (int32, ``[count, 4]``, perhaps of more rows)
-        has of each row its number in the group, the first of its columns, the one after its last,
-        and what is added to a column for its token's place in time. Other columns are 0. No array
-        may have fewer than 8 numbers.
-        """
+        """Records of whole slots that rows come into; see ``RecordKernels.place_rows``."""
         threads = -(-self.layout.words // _SIMD) * _SIMD
         kv_heads = keys[0].shape[1]
         run = self.runs.get("place_rows")

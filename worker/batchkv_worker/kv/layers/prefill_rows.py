@@ -38,12 +38,9 @@ class PrefillRows:
         for layer in self.layers:
             layer.end()
 
-    def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> list[Pieces]:
-        """The pieces that slots need of a row after its ``length`` tokens, with a prefix or not.
-
-        With a ``count``, they are of so many adjacent rows of that length.
-        """
-        return [layer.row(index, length, prefix_tokens, count) for layer in self.layers]
+    def row(self, index: int, length: int, prefix_tokens: int = 0) -> list[Pieces]:
+        """The pieces that slots need of a row after its ``length`` tokens, with a prefix or not."""
+        return [layer.row(index, length, prefix_tokens) for layer in self.layers]
 
     def block(self, index: int, start: int, end: int) -> list[Pieces | None]:
         """A row's tokens [start, end) in every layer; None from layers without a time axis."""

@@ -23,8 +23,6 @@ from batchkv_worker.kv.slots.prefix_pool import Place
 from batchkv_worker.kv.slots.step_view import ColumnSpan, StepView
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces
 
-LEAST_NUMBERS = 8  # of an array: Metal binds those of fewer in another address space
-
 
 class RecordSlots(AttentionSlots):
     """One buffer of uint32, ``[slots, heads, capacity, words]``, for layers of the path ``kernel``.
@@ -79,8 +77,9 @@ class RecordSlots(AttentionSlots):
     def admit_group(self, rows: Arrivals, write: int, source: PrefillLayer) -> bool:
         assert isinstance(source, AttentionPrefill)
         keys, values = self._packed.split(tuple(source.arrays))
-        if min(part.size for part in (*keys, *values)) < LEAST_NUMBERS:
+        if min(part.size for part in (*keys, *values)) < records.LEAST_NUMBERS:
             return False
+        self._wait()
         (buffer,) = self._keys
         places = rows.places(write, self._window, source.base)
         new = records.place_rows(self._layer, places, keys, values, buffer.shape[-2])
