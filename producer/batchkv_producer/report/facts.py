@@ -153,7 +153,7 @@ class Facts:
     failures: tuple[FailureGroup, ...]
     endings: tuple[tuple[str, int], ...]
     settings: tuple[Setting, ...]
-    active_seconds: float = 0.0
+    active_seconds: float
 
     @property
     def is_complete(self) -> bool:

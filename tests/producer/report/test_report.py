@@ -153,6 +153,8 @@ def test_the_time_in_which_nobody_computed_is_told_apart(
 ) -> None:
     """Rows of a retry may end long after the others, and the speed is not that of the pause."""
     facts = read_facts(redis_connection, batch)
+    assert facts.started_at is not None and facts.ended_at is not None
+    assert 0 < facts.active_seconds <= facts.ended_at - facts.started_at
     busy = replace(facts, started_at=0.0, ended_at=100.0, active_seconds=95.0)
     assert "under way</dt>" not in summary(busy) and "<dd>0.3</dd>" in summary(busy)
     text = summary(replace(busy, ended_at=1000.0, active_seconds=100.0))

@@ -65,9 +65,9 @@ def test_rows_of_a_group_are_placed_with_the_bits_of_the_scheme(
     case = Case(keys, values, dtype, size, size, 1, 0, False, 1, 1)
     kernels, scheme = case.kernels(CppLaunch(tmp_path)), case.scheme
     mx.random.seed(size)
-    both = [mx.random.normal((4, 2, 9, size)).astype(dtype) for _ in range(2)]
+    both = [mx.random.normal((4, 2, 14, size)).astype(dtype) for _ in range(2)]
     packed = scheme.keys.pack(both[0]), scheme.values.pack(both[1])
-    rows = [Arrival(0, 2, 9, 4), Arrival(1, 0, 7, 3), Arrival(5, 3, 3, 3), Arrival(6, 1, 8, 2)]
+    rows = [Arrival(0, 2, 13, 6), Arrival(1, 0, 7, 3), Arrival(5, 3, 3, 3), Arrival(6, 1, 8, 2)]
     for window, first in ((None, 2), (5, 0)):
         parts = [tuple(part[:, :, first:] for part in one) for one in packed]  # with gaps
         places = Arrivals(rows).places(write=10, window=window, first=first)
