@@ -66,8 +66,13 @@ class Gateway:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.match(r"serving (https?://\S+:(\d+)/v1)", line)
-        assert found, (line, self.log.read_text())
-        self.url, self.port = found[1], int(found[2])
+        if found:
+            self.url, self.port = found[1], int(found[2])
+            return
+        self.stop()
+        # Its background work begins before it serves, and may come to DIE_AT first.
+        was_killed = self.process.returncode == -signal.SIGKILL
+        assert die_at and was_killed, (line, self.log.read_text())
 
     def client(self, key: str = "any", **more: Any) -> OpenAI:
         """OpenAI's own client of this gateway. Each answer that it gets is checked strictly."""
