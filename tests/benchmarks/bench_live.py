@@ -1,6 +1,6 @@
 """What rows cost that a client waits for, through the gateway: calls, first tokens, a batch beside.
 
-    python tests/benchmarks/bench_live.py [--quick] [--slots N] [--json FILE]
+    python tests/benchmarks/bench_live.py [--quick] [--slots N] [--equal] [--json FILE]
 
 1. **Calls.** A worker whose engine does nothing; 64 connections that ask one after the other. Calls
    a second, whole and as streams, and processor time of each process for a call. Target: 300.
@@ -9,6 +9,8 @@
 3. **A batch beside.** The same worker: a batch alone; then beside two clients that ask for whole
    answers and two that read streams; then as many of their rows alone. In turns, medians. What the
    batch loses, as time and as processor time of the worker, beside what the rows take alone.
+   Prompts and answers of the batch are of unequal length. With --equal all are alike: their rows
+   begin and end together, so alone they need no masks, and live rows among them cost more.
 
 Everything runs on this machine, each part in a process of its own. The worker has one thread for
 matrices, so that the others have a core. Exit code 1 if the target is missed.
@@ -43,7 +45,8 @@ from support.worker_harness import workers as ended_with_the_block
 
 TARGET_CALLS = 300.0
 CONNECTIONS = 64
-PROMPT_TOKENS, ANSWER_TOKENS = 64, 48
+PROMPT_TOKENS, ANSWER_TOKENS = 64, 48  # means of a batch; both vary by half of that
+SPREAD_STEP = 0.618  # between the lengths of two rows; they come near every length, evenly
 LIVE_TOKENS = 32
 CLIENTS = (False, False, True, True)  # whether each reads a stream
 
@@ -52,11 +55,17 @@ Figures = dict[str, Any]
 
 @dataclass(slots=True)
 class World:
-    """The processes: a server, a gateway and a worker."""
+    """The processes: a server, a gateway and a worker. ``is_equal``: rows of batches are alike."""
 
     connection: Redis
     gateway: Gateway
     pids: dict[str, int]
+    is_equal: bool = False
+
+    def length(self, mean: int, row: int) -> int:
+        """Tokens of a row's prompt or answer: half of the mean up to one and a half, in turns."""
+        spread = 0.0 if self.is_equal else (row * SPREAD_STEP) % 1.0 - 0.5
+        return mean + round(mean * spread)
 
     def processor_seconds(self) -> dict[str, float]:
         """Of each process, since its start; empty where the system does not say it."""
@@ -70,7 +79,7 @@ class World:
 
 
 @contextmanager
-def world(worker_class: str, slots: int) -> Iterator[World]:
+def world(worker_class: str, slots: int, *, is_equal: bool = False) -> Iterator[World]:
     """All processes, once the worker answers."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -89,6 +98,7 @@ def world(worker_class: str, slots: int) -> Iterator[World]:
             connection,
             gateway,
             {"gateway": gateway.process.pid, "redis": server.pid, "worker": worker.process.pid},
+            is_equal,
         )
         for _ in range(3):  # while it loads, the first ones wait, or are refused
             wait_until(lambda: asyncio.run(Asker(gateway.port).ask(is_stream=False)), 120)
@@ -161,14 +171,17 @@ def measure_calls(found: World, num: int, *, is_stream: bool) -> Figures:
 
 def begin_batch(found: World, name: str, num_rows: int) -> str:
     """A batch whose prompts have nothing in common; its id."""
-    params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    answers: dict[str, int] = {}
+    for row in range(num_rows):
+        numbers = [row // 90 + 1, *(row + 7 * at for at in range(found.length(PROMPT_TOKENS, row)))]
+        prompt = " ".join(str(number % 90 + 1) for number in numbers)
+        answers[prompt] = found.length(ANSWER_TOKENS, row + 1)
 
     def data(prompt: str) -> bytes:
+        params = SamplingParams(max_tokens=answers[prompt], temperature=0.0, ignore_eos=True)
         return encode_job(Request("c", "completion", prompt=prompt, params=params))
 
-    prompts = [" ".join(str((row + 7 * at) % 90 + 1) for at in range(PROMPT_TOKENS))
-               for row in range(num_rows)]  # fmt: skip
-    return submit(found.connection, prompts, name=name, data=data)
+    return submit(found.connection, [*answers], name=name, data=data)
 
 
 async def ask_until(found: World, batch: str) -> list[int]:
@@ -223,11 +236,12 @@ def measure_beside(found: World, number: int, num_rows: int) -> Figures:
     longer, longer_processor, counts = timed(beside)
     live, live_processor, _ = timed(lambda: asyncio.run(ask_counts(found, counts)))
     tokens = sum(counts) * LIVE_TOKENS
+    of_batch = sum(found.length(ANSWER_TOKENS, row + 1) for row in range(num_rows))
     return {
         "batch s": usual,
         "beside s": longer,
         "live rows": sum(counts),
-        "tokens %": 100 * tokens / (tokens + num_rows * ANSWER_TOKENS),
+        "tokens %": 100 * tokens / (tokens + of_batch),
         "lost s": longer - usual,
         "alone s": live,
         "lost of alone": (longer - usual) / live,
@@ -280,16 +294,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller, to try it")
     parser.add_argument("--slots", type=int, default=32, help="of the worker [32, as on an M4]")
+    parser.add_argument("--equal", action="store_true", help="all rows of the batch are alike")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
-    num_calls, num_rows, turns = (600, 160, 1) if options.quick else (6000, 800, 3)
+    num_calls, num_rows, turns = (600, 160, 1) if options.quick else (6000, 800, 5)
     found: Figures = {}
     with world(FAKE_CLASS, options.slots) as running:
         measure_calls(running, num_calls // 4, is_stream=False)  # nothing is compiled or cached yet
         for name, is_stream in (("calls", False), ("streams", True)):
             found[name] = measure_calls(running, num_calls, is_stream=is_stream)
             show(name, found[name])
-    with world(COMMAND_CLASS, options.slots) as running:
+    with world(COMMAND_CLASS, options.slots, is_equal=options.equal) as running:
         measure_beside(running, 0, num_rows // 4)
         found["first token"] = measure_first(running, 20, num_rows)
         show("first token", found["first token"])
