@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import COMPARED_SECONDS
 
 COMPUTED = "computed"  # names of ``Source``
 MEMORY = "worker's memory"
@@ -78,7 +79,8 @@ class WorkerShare:
     """One worker's part of a batch.
 
     ``active_seconds``: the time in which it had rows of this batch. ``tokens_per_second`` are
-    generated tokens of that time. ``relative_speed``: that rate by the rate of the fastest worker.
+    generated tokens of that time. ``relative_speed``: that rate by the rate of the fastest worker;
+    0 if its time is too short to compare.
     ``p50_ms``: the median time of its rows. ``version``: of a worker that lives, else "".
     """
 
@@ -95,6 +97,11 @@ class WorkerShare:
     p50_ms: int
     scheme: str = ""
     version: str = ""
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether it had rows for long enough to compare its speed."""
+        return self.active_seconds >= COMPARED_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

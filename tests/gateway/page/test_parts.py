@@ -58,7 +58,10 @@ def test_the_browser_gets_a_closed_file_with_a_good_ticket(
 
 
 def test_figures_of_workers_become_shares() -> None:
-    """Hits are shares of the blocks that were asked for; an older worker has no figures."""
+    """Hits are shares of the blocks that were asked for; an older worker has no figures.
+
+    A speed is compared if it is of five seconds of work.
+    """
     counts = {"tokens.prompt": 200.0, "tokens.cached": 50.0, "cache_blocks_wanted": 10.0}
     counts |= {"cache_hits.disk": 4.0, "cache_hits.redis": 1.0}
     levels = {"pressure": 2.0, "kv_memory": 5.0, "kv_memory_budget": 9.0, "rows.decode": 3.0}

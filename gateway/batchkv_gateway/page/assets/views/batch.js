@@ -472,6 +472,8 @@ function workers(found) {
   if (!found.length) return false;
   const rows = (one) => one.ok + one.failed + one.canceled;
   const all = found.reduce((sum, one) => sum + rows(one), 0);
+  const short = found.filter((one) => one.tokens_per_second && !one.relative_speed).map((one) => one.name);
+  const note = found.length > 1 && short.length > 0 && `Too short to compare: the work of ${short.join(", ")}.`;
   return shares("workers", "Workers of this batch", ["Worker", "Rows", "Share", "Median row", "Speed"], found.map((one) => ({
     name: one.name,
     cells: [
@@ -481,11 +483,11 @@ function workers(found) {
       one.tokens_per_second ? rate(one.tokens_per_second) : "–",
     ],
     share: one.relative_speed,
-  })));
+  })), note);
 }
 
 // A table whose last cells have a bar.
-function shares(id, title, heads, rows) {
+function shares(id, title, heads, rows, note) {
   return h(
     "figure",
     { key: id, class: "chart" },
@@ -507,6 +509,7 @@ function shares(id, title, heads, rows) {
         ))),
       ),
     ),
+    note && h("p", { class: "note" }, h("bdi", {}, note)),
   );
 }
 
