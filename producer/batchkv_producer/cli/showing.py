@@ -10,6 +10,7 @@ import click
 
 from batchkv_producer.batch_facts import (
     Left,
+    counts_pauses,
     facts_of,
     listed_fields,
     serving_workers,
@@ -126,6 +127,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
         return batch.is_done
     rate, serving, passing = facts.tokens_per_second, facts.serving, facts.passed_by
     soon = "" if facts.seconds_left is None else duration(facts.seconds_left)
+    pauses = ", pauses included" if counts_pauses(batch) else ""
     print_fields(
         [
             ("batch", batch.batch_id),
@@ -151,7 +153,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("kept", _kept(batch)),
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
-            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
+            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far{pauses}"),
             ("workers", list(serving) or ("none" if passing else _nobody(batch))),
             ("passed by", [f"{name} ({why})" for name, why in passing.items()] or None),
             ("waits for", facts.waits_for),

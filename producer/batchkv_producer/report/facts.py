@@ -16,6 +16,7 @@ MEMORY = "worker's memory"
 STORE = "store"  # of results of older workers, which do not name the tier
 OTHER_WORKERS = "other workers"
 NO_WORKER = "no worker"
+LEAST_SECONDS = 1.0  # a row's end is stored in whole seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,11 @@ class Facts:
     endings: tuple[tuple[str, int], ...]
     settings: tuple[Setting, ...]
     active_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second of ``active_seconds``."""
+        return self.status.completion_tokens / max(LEAST_SECONDS, self.active_seconds)
 
     @property
     def is_complete(self) -> bool:

@@ -65,8 +65,7 @@ def summary(facts: Facts) -> str:
         if facts.active_seconds < MOST_ACTIVE * seconds:
             active = seconds_text(1000 * facts.active_seconds)
             figures.append(("of it with rows under way", active, ""))
-        speed = status.completion_tokens / max(1.0, min(seconds, facts.active_seconds))
-        figures.append(("generated tokens a second", f"{speed:,.1f}", ""))
+        figures.append(("generated tokens a second", f"{facts.tokens_per_second:,.1f}", ""))
     if status.saved_ms:
         figures.append(("saved by the cache", seconds_text(status.saved_ms), ""))
     tiles = "".join(

@@ -16,7 +16,7 @@ from batchkv_producer.client import Client
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.figures.worker import BUSY_SECONDS, WorkerFigures, encode_figures
 from batchkv_producer.wire.job import Result as RowResult
-from batchkv_producer.wire.job import encode_result
+from batchkv_producer.wire.job import Usage, encode_result
 from batchkv_producer.wire.transitions import JobResult, Transitions
 from support.browser.chromium import Tab, browser, program
 from support.gateway import chat_file, running_gateway, working
@@ -242,6 +242,31 @@ def test_only_rows_that_can_be_retried_are_counted(
         Transitions(connection).finish(queue, "w", rows_again)
     page.wait("/The row that was queued again has failed again/.test(document.body.innerText)")
     assert "was queued again." not in page.text()
+
+
+def test_the_speed_of_a_batch_has_no_pauses(
+    tab: tuple[Tab, str], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """A row that was retried an hour after the others does not make the batch an hour slow."""
+    page, _ = tab
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with redis_server.connect() as connection:
+        batch_id = Client(connection).submit(prompts, model="paused").batch_id
+        queue, moves = redis_keys.queue_name("paused"), Transitions(connection)
+        ends = []
+        for row, ago in zip(moves.pull(queue, "w", 2, 60), (3600, 0), strict=True):
+            result = RowResult("1", "completion", "ok", usage=Usage(1, 600), worker="w",
+                               created=int(time.time()) - ago, busy_ms=9000)  # fmt: skip
+            ends.append(JobResult(row.lease, "ok", encode_result(result), 1, 600, 0, 9000))
+        moves.finish(queue, "w", ends)
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelector('.charts')")
+    speed = "[...document.querySelectorAll('.tile')].find((one) => /^Speed/.test(one.innerText))"
+    assert int(page.run(f"/(\\d+) tok/.exec({speed}.innerText)[1]")) > 1200 / 60
+    url = f"{page.run('location.origin')}/batchkv/v1/batches/{batch_id}"
+    found = page.run(f"fetch('{url}').then((answer) => answer.json())")
+    assert found["tokens_per_second"] > 1200 / 60
 
 
 def lines_of_codes(page: Tab) -> list[int]:

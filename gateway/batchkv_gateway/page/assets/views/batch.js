@@ -156,12 +156,20 @@ function tiles(status) {
     "dl",
     { key: "tiles", class: "tiles" },
     tile("Done", isUnqueued(status) ? "–" : `${status.percent_done} %`),
-    tile("Speed", rate(status.tokens_per_second ?? view.detail?.tokens_per_second)),
+    tile("Speed", rate(speed(status)), hasPauses(status) && "pauses included"),
     !status.is_done && tile("Time left", left(status)),
     tile("Prompt", short(status.prompt_tokens), "tokens"),
     tile("Cached", cached(status), "of the prompt"),
     tile("Generated", short(status.completion_tokens), "tokens"),
   );
+}
+
+// That of the last minute, else that of the time in which rows were under way, as the report has it.
+const speed = (status) => status.tokens_per_second ?? view.facts?.tokens_per_second ?? view.detail?.tokens_per_second;
+
+// The gateway knows the pauses of a batch with many rows once it has counted the results.
+function hasPauses(status) {
+  return status.is_done && !view.facts && status.total > MAX_ROWS_UNASKED && Boolean(speed(status));
 }
 
 function waiting(status) {
