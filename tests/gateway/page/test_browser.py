@@ -210,38 +210,52 @@ def test_only_rows_that_can_be_retried_are_counted(
     """The button has their number. A sentence beside it says how many others there are, and why.
 
     Codes break behind underscores alone. The notice of a retry goes when its rows have ended.
+    Of rows that would fail again it says what helps; if there are no others, there is no button.
     """
     page, _ = tab
     prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "a"}, {"prompt": 7}, {"prompt": 8}, {"prompt": "b"}]
+    rows = [{"prompt": text} for text in ("a", 7, 8, "b", "c")]
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    queue = redis_keys.queue_name("failing")
+
+    def fail(connection: Redis, *codes: str) -> None:
+        moves = Transitions(connection)
+        ends = [
+            JobResult(
+                row.lease,
+                "failed",
+                encode_result(RowResult("1", "completion", "failed", error=(code, "a reason"))),
+            )
+            for row, code in zip(moves.pull(queue, "w", len(codes), 60), codes, strict=True)
+        ]
+        moves.finish(queue, "w", ends)
+
     with redis_server.connect() as connection:
         batch_id = Client(connection).submit(prompts, model="failing").batch_id
-        queue, moves = redis_keys.queue_name("failing"), Transitions(connection)
-        error = encode_result(RowResult("1", "completion", "failed", error=(LONG_CODE, "late")))
-        pulled = moves.pull(queue, "w", 2, 60)
-        moves.finish(queue, "w", [JobResult(row.lease, "failed", error) for row in pulled])
+        fail(connection, "timeout", "timeout", LONG_CODE)
         connection.delete(f"rq:job:{batch_id}-4")
     page.run(f"location.hash = '#/batches/{batch_id}'")
     page.wait("document.querySelector('.beyond')")
     shown = page.text()
     assert "2 rows cannot be retried: their lines are wrong" in shown
     assert "1 row has no job in Redis any more" in shown
+    assert "1 of them would fail again: its line is too long" in shown
     assert LONG_CODE in shown
     for width in (1280, 1000, 760):
         page.look(width=width)
         assert max(lines_of_codes(page)) == 1, width
     page.look()
     button = "[...document.querySelectorAll('button')].find((b) => /^Retry/.test(b.textContent))"
-    assert page.run(f"{button}.textContent") == "Retry 1 failed row"
+    assert page.run(f"{button}.textContent") == "Retry 2 failed rows"
     page.run(f"{button}.click()")
-    page.wait("/1 row was queued again\\. 2 rows cannot be retried/.test(document.body.innerText)")
+    page.wait(
+        "/2 rows were queued again\\. 2 rows cannot be retried/.test(document.body.innerText)"
+    )
     with redis_server.connect() as connection:
-        again = Transitions(connection).pull(queue, "w", 2, 60)
-        rows_again = [JobResult(row.lease, "failed", error) for row in again]
-        Transitions(connection).finish(queue, "w", rows_again)
-    page.wait("/The row that was queued again has failed again/.test(document.body.innerText)")
-    assert "was queued again." not in page.text()
+        fail(connection, LONG_CODE, LONG_CODE)
+    page.wait("/2 of the rows that were queued again have failed/.test(document.body.innerText)")
+    page.wait("/2 failed rows would fail again: their lines are/.test(document.body.innerText)")
+    assert "were queued again." not in page.text() and page.run(f"!{button}")
 
 
 def test_the_speed_of_a_batch_has_no_pauses(

@@ -240,16 +240,28 @@ function unanswered(status) {
   return status.is_done && view.unanswered?.of === status.failed ? view.unanswered : null;
 }
 
-// A button with the number of rows that a retry would queue, where it is known; none if it is 0.
+// A button with the number of rows that a retry would queue, where it is known. There is none if no
+// row can be queued, or each would fail again.
 function retryButton(status, button) {
   const known = unanswered(status);
-  if (!status.failed || known?.failed === 0) return false;
+  if (!status.failed || known?.failed === (known?.refused ?? 0)) return false;
   return button(known ? `Retry ${plural(known.failed, "failed row")}` : "Retry failed rows");
 }
 
 function beyondRetry(status) {
-  const words = whyNot(unanswered(status), status);
+  const words = [failAgain(unanswered(status), status), whyNot(unanswered(status), status)].filter(Boolean).join(" ");
   return words ? h("p", { key: "beyond", class: "beyond" }, words) : false;
+}
+
+// A sentence about the rows of which another try fails again: too long, or refused by the model.
+function failAgain(counts, { batch_id: id, openai_id: openaiId }) {
+  const { failed = 0, refused = 0 } = counts ?? {};
+  if (!refused) return "";
+  const which = refused < failed ? `${count(refused)} of them` : plural(refused, "failed row");
+  const why = `${refused === 1 ? "its line is" : "their lines are"} too long, or refused by the model`;
+  const edit = openaiId ? "Edit them" : `Edit them (“batchkv failed ${id}” prints them)`;
+  const command = `batchkv retry ${openaiId ? `${openaiId} --url ${location.origin}` : id}`;
+  return `${which} would fail again: ${why}. ${edit}, and queue them as a new batch. Once a worker has more memory, “${command}” queues the same lines.`;
 }
 
 // Sentences about the rows that no retry queues, each with what helps; "" without any.
@@ -288,6 +300,7 @@ async function change(method, path, then) {
   } finally {
     own.isBusy = false;
     own.factsAt = 0;
+    own.unanswered = null; // as many rows may fail again, for other reasons
     clearTimeout(own.timer);
     if (own === view) {
       look(own);
