@@ -258,6 +258,24 @@ def test_only_rows_that_can_be_retried_are_counted(
     assert "were queued again." not in page.text() and page.run(f"!{button}")
 
 
+def test_rows_that_a_worker_has_taken_are_held(
+    tab: tuple[Tab, str], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Whether it has begun them is not known. The page says what the word means."""
+    page, _ = tab
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with redis_server.connect() as connection:
+        client = Client(connection)
+        batch_id = client.submit(prompts, model="taken").batch_id
+        Transitions(connection).pull(redis_keys.queue_name("taken"), "w", 1, 60)
+        page.run(f"location.hash = '#/batches/{batch_id}'")
+        page.wait("/1 queued \\+ 1 held/.test(document.querySelector('.sum')?.innerText)")
+        page.wait("document.querySelector('.rows .busy')?.textContent === 'held'")
+        assert "now or next" in page.run("document.querySelector('.sum').title")
+        client.forget(batch_id)
+
+
 def test_the_speed_of_a_batch_has_no_pauses(
     tab: tuple[Tab, str], redis_server: RedisServer, tmp_path: Path
 ) -> None:

@@ -397,6 +397,22 @@ def test_status_of_all_of_a_batch_and_of_a_job(
     assert overview["workers"] == []
 
 
+def test_rows_that_a_worker_has_taken_are_held(
+    at_server: str, redis_connection: Redis, source: Path
+) -> None:
+    """Whether it has begun them is not known, so they are not called running, but in JSON."""
+    batch_id = submitted(source)
+    Transitions(redis_connection).pull(redis_keys.queue_name("m"), "busy", 1, 60)
+    shown = batchkv("status", batch_id).stdout
+    assert re.search(r"held +1\n", shown) and shown.count("1 queued + 1 held\n") == 1
+    held = [batchkv("status", f"{batch_id}-{n}").stdout for n in (1, 3)]
+    assert sum(bool(re.search(r"status +held\n", one)) for one in held) == 1
+    assert json.loads(batchkv("status", batch_id, "--json").stdout)["running"] == 1
+    assert (
+        "HELD" in batchkv("status").stdout and "running" in batchkv("list").stdout
+    )  # the batch is
+
+
 def test_list_and_workers(at_server: str, redis_connection: Redis, source: Path) -> None:
     """list has a line for each batch, workers one for each living worker."""
     batch_id = submitted(source)

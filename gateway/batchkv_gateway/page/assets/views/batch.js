@@ -6,7 +6,7 @@ import { histogram, timeChart } from "../charts.js";
 import { confirmed } from "../dialog.js";
 import { h } from "../dom.js";
 import { count, duration, percent, plural, rate, short } from "../format.js";
-import { alert, cached, code, command, left, nameOf, numEnded, progress, shareOf, state, tile, time } from "./parts.js";
+import { alert, cached, code, command, HELD, left, nameOf, numEnded, progress, shareOf, state, tile, time } from "./parts.js";
 import { RowList } from "./rows.js";
 
 const POLL_MS = 5000; // of a batch that the events do not have, and of rows while a batch runs
@@ -118,7 +118,7 @@ export function render(id) {
     h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Batches"), " /"),
     h("h1", { tabindex: -1 }, h("bdi", {}, nameOf(status)), " ", state(status)),
     progress(status, "Progress"),
-    h("p", { class: "sum" }, sum(status)),
+    h("p", { class: "sum", title: HELD }, sum(status)),
     tiles(status),
     alert(view.fault),
     view.note && h("p", { class: "note-box", role: "status" }, view.note, " ", view.link),
@@ -146,7 +146,7 @@ function sum(status) {
     `${count(status.failed)} failed`,
     `${count(status.canceled)} canceled`,
     `${count(status.queued)} queued`,
-    `${count(status.running)} running`,
+    `${count(status.running)} held`,
   ];
   return `${plural(status.total, "row")} = ${parts.join(" + ")}`;
 }
