@@ -61,7 +61,9 @@ class WorkerHistory:
         found = read_workers(self._connection)
         with self._lock:
             for worker in found:
-                rate = 0 if worker.is_away else worker.tokens_per_second
+                rate = worker.tokens_per_second
+                if rate is not None and (worker.is_away or not worker.num_running):
+                    rate = 0  # an idle one still reports the speed of its last rows
                 if rate is not None and (worker.name in self._points or self._has_room()):
                     points = self._points.setdefault(worker.name, deque(maxlen=MAX_POINTS))
                     points.append((now, rate))

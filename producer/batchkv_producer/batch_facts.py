@@ -13,10 +13,13 @@ from batchkv_producer.monitor.mismatch import find_mismatch, why_passed_by
 from batchkv_producer.monitor.remaining import percent_done
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
+from batchkv_producer.report.counting import Counting
 from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire.job import Result
 
 MAX_BAD_ROWS_SKIPPED = 200  # while the first row that a worker ran is searched
+MAX_COUNTED_ROWS = 20_000  # of a batch that is done, to find its pauses: they are read in a second
+MAX_COUNTED_WHILE_OPEN = 2_000  # of one that is not: somebody may look every two seconds
 
 Left = Mapping[str, float]  # batch id -> seconds until it is done
 
@@ -113,12 +116,18 @@ def serving_workers(
 
 
 def tokens_per_second(client: BatchClient, batch: BatchStatus) -> float | None:
-    """Generated tokens a second from the first row's start to the last row's end (or to now).
+    """Generated tokens a second of the time in which rows were under way, as a report has it.
 
-    None if no token was generated yet.
+    If pauses count, it is from the first row's start to the last row's end (or to now). None if no
+    token was generated yet.
     """
     if not batch.completion_tokens:
         return None
+    if not counts_pauses(batch):
+        counting = Counting(batch.created, time.time())
+        for row in client.results(batch.batch_id):
+            counting.add(row.line, row.result, is_copy=row.result.reused)
+        return counting.facts(batch, {}, ()).tokens_per_second
     # A retried row keeps its place in the order, with the time of its new result.
     began: Callable[[Result], float] = lambda row: row.created - row.busy_ms / 1000  # noqa: E731
     first = min(_rows_run(client.results(batch.batch_id)), key=began, default=None)
@@ -126,6 +135,11 @@ def tokens_per_second(client: BatchClient, batch: BatchStatus) -> float | None:
         return None
     end = _last_end(client, batch) if batch.is_done else time.time()
     return batch.completion_tokens / max(end - began(first), first.busy_ms / 1000, 0.001)
+
+
+def counts_pauses(batch: BatchStatus) -> bool:
+    """Whether its speed counts pauses, because it has too many rows to read all of them."""
+    return batch.num_ended > (MAX_COUNTED_ROWS if batch.is_done else MAX_COUNTED_WHILE_OPEN)
 
 
 def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:

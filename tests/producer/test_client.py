@@ -20,6 +20,7 @@ from batchkv_producer.errors import NotFoundError, UsageError, WireError
 from batchkv_producer.manage.cancel_retry import Unanswered
 from batchkv_producer.results import stored_rows as stored
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.error_codes import ErrorCode
 from batchkv_producer.wire.job import Result, decode_job, encode_result
 from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
 from support.redis_server import running_server
@@ -536,6 +537,17 @@ def test_rows_whose_job_is_gone_are_counted(desk: Desk) -> None:
     desk.run(outcome="failed")
     desk.connection.delete(redis_keys.job(desk.job_id(3)))
     assert desk.client.unanswered(desk.batch) == Unanswered(failed=3, wrong=1, expired=1)
+    assert desk.client.retry(desk.batch) == 3
+
+
+def test_rows_that_would_fail_again_are_counted(desk: Desk) -> None:
+    """A worker refused their lines, so another line helps. A retry queues them all the same."""
+    error = (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long")
+    result = encode_result(Result("r", "chat", "failed", error=error))
+    moves = Transitions(desk.connection)
+    moves.finish(desk.queue, "w", [JobResult(row.lease, "failed", result) for row in desk.pull(2)])
+    desk.run(1, "failed")
+    assert desk.client.unanswered(desk.batch) == Unanswered(failed=3, wrong=1, refused=2)
     assert desk.client.retry(desk.batch) == 3
 
 

@@ -21,9 +21,9 @@ from batchkv_producer.intake.single import param_of
 from batchkv_producer.live import LaneRefusedError, LostAnswerError
 from batchkv_producer.monitor.hosts import wish_for
 from batchkv_producer.monitor.workers import hosts_of, listed_workers, serving_workers
-from batchkv_producer.results.bodies import REFUSED_CODES
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.job import ErrorCode, Request, Result
+from batchkv_producer.wire.error_codes import REFUSED_CODES, ErrorCode
+from batchkv_producer.wire.job import Request, Result
 from batchkv_producer.wire.maker import needs_of
 
 _REFUSED: dict[str, tuple[int, str]] = {

@@ -80,16 +80,17 @@ class FileRows:
 
     def unanswered(self) -> Unanswered:
         """The rows without an answer, by the reason."""
-        counts = Counter(self._reasons().values())
-        return Unanswered(**counts)
+        reasons, refused = self._reasons()
+        again = sum(reasons[line] == "failed" for line in refused)
+        return Unanswered(**Counter(reasons.values()), refused=again)
 
     def lines_to_retry(self, *, canceled: bool) -> set[int]:
         """The input lines of failed (and canceled) rows that can be computed again."""
         wanted = ("failed", "canceled") if canceled else ("failed",)
-        return {line for line, reason in self._reasons().items() if reason in wanted}
+        return {line for line, reason in self._reasons()[0].items() if reason in wanted}
 
-    def _reasons(self) -> dict[int, str]:
-        """Line -> why it has no answer, as a field of ``Unanswered``."""
+    def _reasons(self) -> tuple[dict[int, str], set[int]]:
+        """Line -> why it has no answer, as a field of ``Unanswered``; and the refused lines."""
         found, refused = dict[int, str](), set[int]()
         for row in self._rows("failed"):
             value = json.loads(row.raw)
@@ -103,7 +104,7 @@ class FileRows:
         found |= dict.fromkeys(refused - right.keys(), "wrong")
         if not self.has_input:
             found = {line: "wrong" if line in refused else "expired" for line in found}
-        return found
+        return found, refused
 
     def input_lines(self, wanted: Collection[int]) -> Iterator[tuple[int, bytes]]:
         """(number, text) of these lines of the input, each with its end."""

@@ -33,7 +33,8 @@ class FactRoutes:
     def facts(self, request: Request) -> Response:
         """The facts of one batch. It runs in a thread: 20,000 rows take about a second."""
         check_signed_in(request)
-        return json_answer(asdict(self._facts(request)))
+        found = self._facts(request)
+        return json_answer({**asdict(found), "tokens_per_second": found.tokens_per_second})
 
     def report(self, request: Request) -> Response:
         """The report of `batchkv report`, as a file to keep."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from redis import Redis
 
-from batchkv_producer.monitor.workers import WorkerInfo, read_workers
+from batchkv_producer.monitor.workers import COMPARED_SECONDS, WorkerInfo, read_workers
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.figures.worker import WorkerFigures, decode_figures
+from batchkv_producer.wire.figures.worker import BUSY_SECONDS, WorkerFigures, decode_figures
 
 FIELD = "bkv_figures"
 HITS, WANTED = "cache_hits.", "cache_blocks_wanted"
@@ -68,6 +68,7 @@ def figures_of(figures: WorkerFigures | None) -> dict[str, Any]:
         "kv_memory": figures.levels.get("kv_memory"),
         "kv_budget": figures.levels.get("kv_memory_budget"),
         "slots_used": figures.levels.get("rows.decode"),
+        "is_comparable": figures.levels.get(BUSY_SECONDS, 0.0) >= COMPARED_SECONDS,
         "pressure": None if level is None else _PRESSURE[min(int(level), len(_PRESSURE) - 1)],
         "cached_share": share,
         "hit_rates": hit_rates(figures.counts),

@@ -15,15 +15,7 @@ from batchkv_producer.progress import rows
 from batchkv_producer.results.failures import Failures, failure_lines
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
-from batchkv_producer.wire.error_codes import ErrorCode
-
-# Codes of rows that fail again however often they are queued.
-WRONG_INPUT = (
-    ErrorCode.INVALID_JSON,
-    ErrorCode.INVALID_REQUEST,
-    ErrorCode.DUPLICATE_CUSTOM_ID,
-    ErrorCode.UNSUPPORTED_PARAMETER,
-)
+from batchkv_producer.wire.error_codes import INPUT_FAULTS, ErrorCode
 
 if TYPE_CHECKING:
     from batchkv_producer.local.run import RunReport
@@ -88,7 +80,7 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
     """Print the last lines of ``batchkv run``. ``again``: more flags for ``batchkv retry``."""
     failed, wrong, failures = report.status.failed, report.num_wrong, tuple(failures)
     too_long = _count(failures, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
-    refused = max(0, _count(failures, *WRONG_INPUT) - wrong)
+    refused = max(0, _count(failures, *INPUT_FAULTS) - wrong)
     say_failures(failures, failed)
     if failed:
         place = f"{errors_path(report.out)} says" if report.out != STDOUT else "their lines say"

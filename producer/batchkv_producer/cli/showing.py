@@ -10,6 +10,7 @@ import click
 
 from batchkv_producer.batch_facts import (
     Left,
+    counts_pauses,
     facts_of,
     listed_fields,
     serving_workers,
@@ -76,7 +77,7 @@ def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column
         Column("OK", [b.ok for b in batches]),
         Column("FAILED", [b.failed for b in batches], if_any=True),
         Column("CANCELED", [b.canceled for b in batches], drop=2, if_any=True),
-        Column("RUNNING", [b.running for b in batches], drop=3),
+        Column("HELD", [b.running for b in batches], drop=3),
         Column("QUEUED", [b.queued for b in batches], drop=1),
         Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
     ]
@@ -126,6 +127,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
         return batch.is_done
     rate, serving, passing = facts.tokens_per_second, facts.serving, facts.passed_by
     soon = "" if facts.seconds_left is None else duration(facts.seconds_left)
+    pauses = ", pauses included" if counts_pauses(batch) else ""
     print_fields(
         [
             ("batch", batch.batch_id),
@@ -139,7 +141,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("ok", batch.ok),
             ("failed", batch.failed),
             ("canceled", batch.canceled),
-            ("running", batch.running),
+            ("held", batch.running),
             ("queued", batch.queued),
             ("sum", batch.whole_sum()),
             ("computed with", batch.maker.words() or None),
@@ -151,7 +153,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("kept", _kept(batch)),
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
-            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far"),
+            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far{pauses}"),
             ("workers", list(serving) or ("none" if passing else _nobody(batch))),
             ("passed by", [f"{name} ({why})" for name, why in passing.items()] or None),
             ("waits for", facts.waits_for),
@@ -169,6 +171,8 @@ def show_job(client: BatchClient, job_id: str, *, as_json: bool) -> bool:
         fields = asdict(job)
         error = printable(fields.pop("error")) or None
         reused = "yes" if fields.pop("reused") else None
+        if job.status == "running":
+            fields["status"] = "held"
         print_fields([*fields.items(), ("reused", reused), ("error", error)])
     return job.status not in ("queued", "running")
 

@@ -17,19 +17,11 @@ from batchkv_producer.monitor.status import BatchStatus, read_batch
 from batchkv_producer.results.stored_rows import StoredRow, in_finish_order
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import NEVER, Deadline, moment_text
-from batchkv_producer.wire.job import ErrorCode, Result
+from batchkv_producer.wire.error_codes import INPUT_FAULTS, REFUSED_CODES, ErrorCode
+from batchkv_producer.wire.job import Result
 from batchkv_producer.wire.transitions import Transitions
 
 PAGE_ROWS = 500
-
-INPUT_FAULTS = frozenset(
-    {
-        ErrorCode.INVALID_JSON,
-        ErrorCode.INVALID_REQUEST,
-        ErrorCode.DUPLICATE_CUSTOM_ID,
-        ErrorCode.UNSUPPORTED_PARAMETER,
-    }
-)
 
 _OPEN = (b"queued", b"started", b"deferred", b"scheduled")
 _CANCELED = (ErrorCode.CANCELED, "canceled before it was finished")
@@ -63,6 +55,7 @@ class Unanswered:
     canceled: int = 0
     wrong: int = 0  # wrong in the input, so they never had a job
     expired: int = 0  # their job is no longer in Redis
+    refused: int = 0  # of the failed ones: another try of the same line fails again
 
 
 def retry_batch(
@@ -116,6 +109,7 @@ def count_unanswered(connection: Redis, batch_id: str) -> Unanswered:
         for row, has_job in zip(page, have_jobs(connection, page), strict=True):
             if has_job:
                 counts[row.result.outcome] += 1
+                counts["refused"] += is_refused(row.result)
             else:
                 counts["expired" if could_run(row.result) else "wrong"] += 1
     return Unanswered(**counts)
@@ -132,6 +126,11 @@ def have_jobs(connection: Redis, rows: Sequence[StoredRow]) -> list[bool]:
 def could_run(result: Result) -> bool:
     """Whether a row without an answer was valid in the input."""
     return result.error is None or result.error[0] not in INPUT_FAULTS
+
+
+def is_refused(result: Result) -> bool:
+    """Whether a row failed by its own line, which its model or worker refuses."""
+    return result.error is not None and result.error[0] in REFUSED_CODES
 
 
 def _ended_lines(connection: Redis, batch_id: str, outcome: str) -> Iterator[list[int]]:

@@ -31,7 +31,7 @@ class BatchStatus:
     ``created`` is in seconds since 1970. ``busy_ms`` is summed over rows. ``saved_ms`` is the time
     to compute the cached tokens, as workers measured it. ``last_line`` is the number of the file's
     last row; it is more than ``total`` if the file has blank lines. ``is_submitted``: all rows are
-    on the server.
+    on the server. ``running`` rows are held by workers, which may not have begun all of them.
 
     ``expires`` is the deadline, ``kept_until`` the time at which the results are deleted,
     ``read_at`` the time of this status: seconds since 1970 by the server's clock, 0 for none.
@@ -125,10 +125,10 @@ class BatchStatus:
         return not (self.is_done or self.num_workers or has_run)
 
     def whole_sum(self) -> str:
-        """All rows as one sum: ``5 = 1 ok + 1 failed + 0 canceled + 2 queued + 1 running``."""
+        """All rows as one sum: ``5 = 1 ok + 1 failed + 0 canceled + 2 queued + 1 held``."""
         return (
             f"{self.total:,} = {self._ok()} + {self.failed:,} failed + {self.canceled:,} canceled"
-            f" + {self.queued:,} queued + {self.running:,} running"
+            f" + {self.queued:,} queued + {self.running:,} held"
         )
 
     def _ok(self) -> str:

@@ -22,6 +22,7 @@ PAUSED = "paused"  # ``doing`` of a polite worker on battery begins so
 DRAINED = ("draining", "drained")  # ``doing`` of a drained worker begins so
 HEARTBEAT_SECONDS = 15.0  # of a worker whose record has no other interval
 MISSED_HEARTBEATS = 2
+COMPARED_SECONDS = 5.0  # of work, before a worker's speed is compared with that of others
 MAX_TEXT_CHARS = 1024
 MAX_ADAPTERS_CHARS = 128 * MAX_ADAPTERS
 MAX_HELD_READ = 10_000  # leases read to count the jobs of a worker

@@ -199,10 +199,12 @@ class Counting:
         shares = [
             worker.share(name, versions.get(name, "")) for name, worker in self._workers.items()
         ]
-        fastest = max((share.tokens_per_second for share in shares), default=0.0)
+        compared = [share.tokens_per_second for share in shares if share.is_comparable]
+        fastest = max(compared, default=0.0)
         for place, share in enumerate(shares):
-            relative = share.tokens_per_second / fastest if fastest else 0.0
-            shares[place] = replace(share, relative_speed=relative)
+            if share.is_comparable and fastest:
+                relative = share.tokens_per_second / fastest
+                shares[place] = replace(share, relative_speed=relative)
         return tuple(sorted(shares, key=lambda share: (-share.completion_tokens, share.name)))
 
     def _groups(self) -> tuple[FailureGroup, ...]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchkv_producer.monitor.status import BatchStatus
+from batchkv_producer.monitor.workers import COMPARED_SECONDS
 
 COMPUTED = "computed"  # names of ``Source``
 MEMORY = "worker's memory"
 STORE = "store"  # of results of older workers, which do not name the tier
 OTHER_WORKERS = "other workers"
 NO_WORKER = "no worker"
+LEAST_SECONDS = 1.0  # a row's end is stored in whole seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class WorkerShare:
     """One worker's part of a batch.
 
     ``active_seconds``: the time in which it had rows of this batch. ``tokens_per_second`` are
-    generated tokens of that time. ``relative_speed``: that rate by the rate of the fastest worker.
+    generated tokens of that time. ``relative_speed``: that rate by the rate of the fastest worker;
+    0 if its time is too short to compare.
     ``p50_ms``: the median time of its rows. ``version``: of a worker that lives, else "".
     """
 
@@ -95,6 +98,11 @@ class WorkerShare:
     p50_ms: int
     scheme: str = ""
     version: str = ""
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether it had rows for long enough to compare its speed."""
+        return self.active_seconds >= COMPARED_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,11 @@ class Facts:
     endings: tuple[tuple[str, int], ...]
     settings: tuple[Setting, ...]
     active_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second of ``active_seconds``."""
+        return self.status.completion_tokens / max(LEAST_SECONDS, self.active_seconds)
 
     @property
     def is_complete(self) -> bool:

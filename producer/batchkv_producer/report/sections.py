@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from batchkv_producer.monitor.workers import COMPARED_SECONDS
 from batchkv_producer.progress import duration
 from batchkv_producer.report.charts import (
     Column,
@@ -39,7 +40,6 @@ from batchkv_producer.report.words import (
 
 MAX_BARS = 24  # of workers in a chart; the table has all
 MOST_ACTIVE = 0.9  # of the time from first row to last: else the rest is told apart
-LEAST_SECONDS = 5.0  # for which workers had rows, before their speeds are compared
 
 Rate = Callable[[Bin], float]
 
@@ -65,8 +65,7 @@ def summary(facts: Facts) -> str:
         if facts.active_seconds < MOST_ACTIVE * seconds:
             active = seconds_text(1000 * facts.active_seconds)
             figures.append(("of it with rows under way", active, ""))
-        speed = status.completion_tokens / max(1.0, min(seconds, facts.active_seconds))
-        figures.append(("generated tokens a second", f"{speed:,.1f}", ""))
+        figures.append(("generated tokens a second", f"{facts.tokens_per_second:,.1f}", ""))
     if status.saved_ms:
         figures.append(("saved by the cache", seconds_text(status.saved_ms), ""))
     tiles = "".join(
@@ -238,7 +237,8 @@ def workers(facts: Facts) -> str:
               "generated tokens", "share", "prompt tokens", "cached", "active", "median time",
               "KV scheme", "version"]  # fmt: skip
     rows = [
-        [one.name, f"{one.tokens_per_second:,.1f}", per_cent(one.relative_speed, 1.0),
+        [one.name, f"{one.tokens_per_second:,.1f}",
+         per_cent(one.relative_speed, 1.0) if one.is_comparable else "-",
          f"{one.ok:,}", f"{one.failed:,}", f"{one.canceled:,}", f"{one.completion_tokens:,}",
          per_cent(one.completion_tokens, all_tokens), f"{one.prompt_tokens:,}",
          per_cent(one.cached_tokens, one.prompt_tokens), duration(one.active_seconds),
@@ -253,8 +253,8 @@ def workers(facts: Facts) -> str:
 
 def _slowest(workers: Sequence[WorkerShare]) -> str:
     """A sentence on the slowest worker, of those that had rows long enough to tell."""
-    long = [one for one in workers if one.active_seconds >= LEAST_SECONDS]
-    short = [one.name for one in workers if one.active_seconds < LEAST_SECONDS]
+    long = [one for one in workers if one.is_comparable]
+    short = [one.name for one in workers if not one.is_comparable]
     found = ""
     if len(long) > 1:
         slow, fast = (choose(long, key=_speed) for choose in (min, max))
@@ -262,7 +262,9 @@ def _slowest(workers: Sequence[WorkerShare]) -> str:
             share = per_cent(slow.tokens_per_second, fast.tokens_per_second)
             found = f" The slowest, {slow.name}, has {share} of the speed of {fast.name}."
     if short and len(workers) > 1:
-        found += f" Rows of {', '.join(short)} took less than {LEAST_SECONDS:.0f} s, which is too "
+        found += (
+            f" Rows of {', '.join(short)} took less than {COMPARED_SECONDS:.0f} s, which is too "
+        )
         found += "short to compare."
     return found
 

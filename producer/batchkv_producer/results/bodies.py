@@ -10,20 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchkv_producer.wire.choice import Choice, TokenLogprob, ToolCall
-from batchkv_producer.wire.job import Endpoint, ErrorCode, Result, Usage
+from batchkv_producer.wire.job import Endpoint, Result, Usage
 from batchkv_producer.wire.maker import Maker
 
 LOWEST_LOGPROB = -9999.0  # as in OpenAI's files, because JSON has no infinity
-# The codes of requests that a server would refuse with a response.
-REFUSED_CODES = frozenset(
-    {
-        ErrorCode.INVALID_JSON,
-        ErrorCode.INVALID_REQUEST,
-        ErrorCode.DUPLICATE_CUSTOM_ID,
-        ErrorCode.UNSUPPORTED_PARAMETER,
-        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-    }
-)
 _ID_PREFIXES: dict[Endpoint, str] = {"chat": "chatcmpl-", "completion": "cmpl-"}
 
 

@@ -18,8 +18,9 @@ import json
 import re
 from typing import Any
 
-from batchkv_producer.results.bodies import REFUSED_CODES, body_of
-from batchkv_producer.wire.job import ErrorCode, Result
+from batchkv_producer.results.bodies import body_of
+from batchkv_producer.wire.error_codes import REFUSED_CODES, ErrorCode
+from batchkv_producer.wire.job import Result
 
 OK, REFUSED = 200, 400  # status codes of HTTP
 REFUSED_TYPE = "invalid_request_error"

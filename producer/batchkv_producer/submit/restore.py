@@ -20,7 +20,6 @@ from batchkv_producer.intake.prompting import kept
 from batchkv_producer.intake.source import Source, source_name
 from batchkv_producer.manage import cancel_retry as intervention
 from batchkv_producer.manage.cancel_retry import (
-    INPUT_FAULTS,
     PAGE_ROWS,
     could_run,
     have_jobs,
@@ -36,6 +35,7 @@ from batchkv_producer.submit.enqueue import DEFAULT_JOB_TIMEOUT_SECONDS
 from batchkv_producer.submit.submission import identify
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import Deadline
+from batchkv_producer.wire.error_codes import INPUT_FAULTS
 from batchkv_producer.wire.job import Request, SamplingParams, decode_job
 from batchkv_producer.wire.kept_defaults import decode_defaults
 from batchkv_producer.wire.transitions import Transitions

@@ -65,12 +65,12 @@ def draw(view: View, screen: Screen) -> Text:
 def _sums(view: View) -> str:
     num_open = sum(not batch.is_done for batch in view.batches)
     queued = sum(batch.queued for batch in view.batches)
-    running = sum(batch.running for batch in view.batches)
+    held = sum(batch.running for batch in view.batches)
     now = datetime.fromtimestamp(view.read_at, UTC).strftime("%H:%M:%S UTC")
     noun = "worker" if len(view.workers) == 1 else "workers"
     return (
         f"{now}  {len(view.workers):,} {noun}, {view.tokens_per_second:,} tok/s; "
-        f"{num_open:,} open, {running:,} rows running, {queued:,} queued"
+        f"{num_open:,} open, {held:,} rows held, {queued:,} queued"
     )
 
 
@@ -85,7 +85,7 @@ def _batches(view: View, batches: Sequence[BatchStatus], screen: Screen) -> list
         Column("LEFT", ["" if each is None else duration(each) for each in left], if_any=True),
         Column("OK", [b.ok for b in batches]),
         Column("FAILED", [b.failed for b in batches], if_any=True),
-        Column("RUNNING", [b.running for b in batches], drop=3),
+        Column("HELD", [b.running for b in batches], drop=3),
         Column("QUEUED", [b.queued for b in batches]),
         Column("MODEL", [b.model for b in batches], shorten_models, drop=2),
         Column("NAME", [b.name for b in batches], shorten_names),

@@ -96,7 +96,7 @@ def test_rows_are_those_of_the_files(http: HttpClient, client: OpenAI, ended: Ba
         ("engine_error", [3]),
         ("invalid_request", [5]),
     ]
-    counts = {"failed": 1, "canceled": 0, "wrong": 1, "expired": 0}
+    counts = {"failed": 1, "canceled": 0, "wrong": 1, "expired": 0, "refused": 0}
     assert http.get(f"/batches/{ended.id}/unanswered").json() == counts
     client.files.delete(ended.input_file_id)
     assert {row["prompt"] for row in http.get(url).json()["data"]} == {None}

@@ -14,9 +14,9 @@ from redis import Redis
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_producer.client import Client
 from batchkv_producer.wire import redis_keys
-from batchkv_producer.wire.figures.worker import WorkerFigures, encode_figures
+from batchkv_producer.wire.figures.worker import BUSY_SECONDS, WorkerFigures, encode_figures
 from batchkv_producer.wire.job import Result as RowResult
-from batchkv_producer.wire.job import encode_result
+from batchkv_producer.wire.job import Usage, encode_result
 from batchkv_producer.wire.transitions import JobResult, Transitions
 from support.browser.chromium import Tab, browser, program
 from support.gateway import chat_file, running_gateway, working
@@ -128,13 +128,23 @@ def test_the_keyboard_reaches_everything(tab: tuple[Tab, str]) -> None:
 
 
 def test_the_slow_worker_is_named(tab: tuple[Tab, str], redis_server: RedisServer) -> None:
-    """Of three workers of one model, the one far below the median is marked."""
+    """Of the workers of one model, the one far below the median is marked.
+
+    What one did in less than five seconds is not compared.
+    """
     page, _ = tab
     with redis_server.connect() as connection:
-        for name, rate in (("mini", 20), ("studio", 100), ("air", 90)):
-            add_worker(connection, name, "fake", bkv_tokens_per_second=str(rate))
+        for name, rate, busy in (
+            ("mini", 20, 5),
+            ("studio", 100, 60),
+            ("air", 90, 9),
+            ("new", 9, 4),
+        ):
+            figures = encode_figures(WorkerFigures(0.0, {}, {BUSY_SECONDS: busy}))
+            more = {"bkv_tokens_per_second": str(rate), "bkv_figures": figures}
+            add_worker(connection, name, "fake", **more)
     page.run("location.hash = '#/workers'")
-    page.wait("document.querySelectorAll('.worker').length >= 3")
+    page.wait("document.querySelectorAll('.worker').length >= 4")
     marked = page.run(
         "[...document.querySelectorAll('.worker')].filter((one) => /slow/.test(one.textContent))"
         ".map((one) => one.querySelector('h2').textContent)"
@@ -200,38 +210,95 @@ def test_only_rows_that_can_be_retried_are_counted(
     """The button has their number. A sentence beside it says how many others there are, and why.
 
     Codes break behind underscores alone. The notice of a retry goes when its rows have ended.
+    Of rows that would fail again it says what helps; if there are no others, there is no button.
     """
     page, _ = tab
     prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "a"}, {"prompt": 7}, {"prompt": 8}, {"prompt": "b"}]
+    rows = [{"prompt": text} for text in ("a", 7, 8, "b", "c")]
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    queue = redis_keys.queue_name("failing")
+
+    def fail(connection: Redis, *codes: str) -> None:
+        moves = Transitions(connection)
+        ends = [
+            JobResult(
+                row.lease,
+                "failed",
+                encode_result(RowResult("1", "completion", "failed", error=(code, "a reason"))),
+            )
+            for row, code in zip(moves.pull(queue, "w", len(codes), 60), codes, strict=True)
+        ]
+        moves.finish(queue, "w", ends)
+
     with redis_server.connect() as connection:
         batch_id = Client(connection).submit(prompts, model="failing").batch_id
-        queue, moves = redis_keys.queue_name("failing"), Transitions(connection)
-        error = encode_result(RowResult("1", "completion", "failed", error=(LONG_CODE, "late")))
-        pulled = moves.pull(queue, "w", 2, 60)
-        moves.finish(queue, "w", [JobResult(row.lease, "failed", error) for row in pulled])
+        fail(connection, "timeout", "timeout", LONG_CODE)
         connection.delete(f"rq:job:{batch_id}-4")
     page.run(f"location.hash = '#/batches/{batch_id}'")
     page.wait("document.querySelector('.beyond')")
     shown = page.text()
     assert "2 rows cannot be retried: their lines are wrong" in shown
     assert "1 row has no job in Redis any more" in shown
+    assert "1 of them would fail again: its line is too long" in shown
     assert LONG_CODE in shown
     for width in (1280, 1000, 760):
         page.look(width=width)
         assert max(lines_of_codes(page)) == 1, width
     page.look()
     button = "[...document.querySelectorAll('button')].find((b) => /^Retry/.test(b.textContent))"
-    assert page.run(f"{button}.textContent") == "Retry 1 failed row"
+    assert page.run(f"{button}.textContent") == "Retry 2 failed rows"
     page.run(f"{button}.click()")
-    page.wait("/1 row was queued again\\. 2 rows cannot be retried/.test(document.body.innerText)")
+    page.wait(
+        "/2 rows were queued again\\. 2 rows cannot be retried/.test(document.body.innerText)"
+    )
     with redis_server.connect() as connection:
-        again = Transitions(connection).pull(queue, "w", 2, 60)
-        rows_again = [JobResult(row.lease, "failed", error) for row in again]
-        Transitions(connection).finish(queue, "w", rows_again)
-    page.wait("/The row that was queued again has failed again/.test(document.body.innerText)")
-    assert "was queued again." not in page.text()
+        fail(connection, LONG_CODE, LONG_CODE)
+    page.wait("/2 of the rows that were queued again have failed/.test(document.body.innerText)")
+    page.wait("/2 failed rows would fail again: their lines are/.test(document.body.innerText)")
+    assert "were queued again." not in page.text() and page.run(f"!{button}")
+
+
+def test_rows_that_a_worker_has_taken_are_held(
+    tab: tuple[Tab, str], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Whether it has begun them is not known. The page says what the word means."""
+    page, _ = tab
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with redis_server.connect() as connection:
+        client = Client(connection)
+        batch_id = client.submit(prompts, model="taken").batch_id
+        Transitions(connection).pull(redis_keys.queue_name("taken"), "w", 1, 60)
+        page.run(f"location.hash = '#/batches/{batch_id}'")
+        page.wait("/1 queued \\+ 1 held/.test(document.querySelector('.sum')?.innerText)")
+        page.wait("document.querySelector('.rows .busy')?.textContent === 'held'")
+        assert "now or next" in page.run("document.querySelector('.sum').title")
+        client.forget(batch_id)
+
+
+def test_the_speed_of_a_batch_has_no_pauses(
+    tab: tuple[Tab, str], redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """A row that was retried an hour after the others does not make the batch an hour slow."""
+    page, _ = tab
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with redis_server.connect() as connection:
+        batch_id = Client(connection).submit(prompts, model="paused").batch_id
+        queue, moves = redis_keys.queue_name("paused"), Transitions(connection)
+        ends = []
+        for row, ago in zip(moves.pull(queue, "w", 2, 60), (3600, 0), strict=True):
+            result = RowResult("1", "completion", "ok", usage=Usage(1, 600), worker="w",
+                               created=int(time.time()) - ago, busy_ms=9000)  # fmt: skip
+            ends.append(JobResult(row.lease, "ok", encode_result(result), 1, 600, 0, 9000))
+        moves.finish(queue, "w", ends)
+    page.run(f"location.hash = '#/batches/{batch_id}'")
+    page.wait("document.querySelector('.charts')")
+    speed = "[...document.querySelectorAll('.tile')].find((one) => /^Speed/.test(one.innerText))"
+    assert int(page.run(f"/(\\d+) tok/.exec({speed}.innerText)[1]")) > 1200 / 60
+    url = f"{page.run('location.origin')}/batchkv/v1/batches/{batch_id}"
+    found = page.run(f"fetch('{url}').then((answer) => answer.json())")
+    assert found["tokens_per_second"] > 1200 / 60
 
 
 def lines_of_codes(page: Tab) -> list[int]:

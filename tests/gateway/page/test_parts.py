@@ -58,7 +58,10 @@ def test_the_browser_gets_a_closed_file_with_a_good_ticket(
 
 
 def test_figures_of_workers_become_shares() -> None:
-    """Hits are shares of the blocks that were asked for; an older worker has no figures."""
+    """Hits are shares of the blocks that were asked for; an older worker has no figures.
+
+    A speed is compared if it is of five seconds of work.
+    """
     counts = {"tokens.prompt": 200.0, "tokens.cached": 50.0, "cache_blocks_wanted": 10.0}
     counts |= {"cache_hits.disk": 4.0, "cache_hits.redis": 1.0}
     levels = {"pressure": 2.0, "kv_memory": 5.0, "kv_memory_budget": 9.0, "rows.decode": 3.0}
@@ -66,28 +69,43 @@ def test_figures_of_workers_become_shares() -> None:
     assert found["cached_share"] == 0.25
     assert found["hit_rates"] == {"disk": 0.4, "redis": 0.1}
     assert (found["pressure"], found["slots_used"]) == ("critical", 3.0)
+    assert not found["is_comparable"]
+    for seconds, is_comparable in ((4.9, False), (5.0, True)):
+        busy = WorkerFigures(0.0, {}, {"busy_seconds": seconds})
+        assert figures_of(busy)["is_comparable"] is is_comparable
     assert figures_of(None) == {}
     assert figures_of(WorkerFigures(0.0))["hit_rates"] == {}
 
 
 def test_history_has_a_day_of_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A point a look, at most those of a day; a worker that is gone for a day leaves."""
+    """A point a look, at most those of a day; a worker that is gone for a day leaves.
+
+    One without rows is at 0, also while it reports the speed of its last ones.
+    """
     there: list[Any] = []
     monkeypatch.setattr(worker_history, "read_workers", lambda _: there)
     monkeypatch.setattr(worker_history, "MAX_POINTS", 3)
     history = WorkerHistory(Redis())
-    there[:] = [worker("a", 10), worker("b", 20, is_away=True), worker("c", None)]
+    there[:] = [
+        worker("a", 10),
+        worker("b", 20, is_away=True),
+        worker("c", None),
+        worker("d", 30, 0),
+    ]
     for now in (0, 60, 120, 180):
         history.look(now)
     assert history.points() == {
         "a": [(60, 10), (120, 10), (180, 10)],
         "b": [(60, 0), (120, 0), (180, 0)],
+        "d": [(60, 0), (120, 0), (180, 0)],
     }
     there[:] = [worker("a", 11)]
     history.look(400)
     assert history.points() == {"a": [(120, 10), (180, 10), (400, 11)]}
 
 
-def worker(name: str, rate: int | None, *, is_away: bool = False) -> WorkerInfo:
-    return WorkerInfo(name, "host", 1, (), "busy", 0.0, 0, 0, 0, tokens_per_second=rate,
-                      is_away=is_away)  # fmt: skip
+def worker(
+    name: str, rate: int | None, num_running: int = 1, *, is_away: bool = False
+) -> WorkerInfo:
+    return WorkerInfo(name, "host", 1, (), "busy", 0.0, num_running, 0, 0,
+                      tokens_per_second=rate, is_away=is_away)  # fmt: skip

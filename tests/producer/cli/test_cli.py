@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 from redis import Redis
 from redis.exceptions import ConnectionError
 
+from batchkv_producer import batch_facts
 from batchkv_producer.cli import cli, group
 from batchkv_producer.client import BatchStatus, Client
 from batchkv_producer.progress import LiveReporter, PlainReporter, Rates, Snapshot, duration
@@ -368,9 +369,12 @@ def test_inputs_that_cannot_be_used_are_refused(at_server: str, tmp_path: Path) 
 
 
 def test_status_of_all_of_a_batch_and_of_a_job(
-    at_server: str, redis_connection: Redis, source: Path
+    at_server: str, redis_connection: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """status shows counts, queue, speed and workers. --json has the same for programs."""
+    """status shows counts, queue, speed and workers. --json has the same for programs.
+
+    The speed of a batch with too many rows to read says that pauses count.
+    """
     batch_id = submitted(source)
     shown = batchkv("status").stdout
     assert batch_id in shown and "33 %" in shown
@@ -380,8 +384,10 @@ def test_status_of_all_of_a_batch_and_of_a_job(
     finish(redis_connection, "m")
     as_json = json.loads(batchkv("status", batch_id[:8], "--json").stdout)
     assert (as_json["ok"], as_json["failed"], as_json["is_done"]) == (2, 1, True)
-    assert as_json["tokens_per_second"] == pytest.approx(6 / 0.5, rel=0.7)
-    assert "tok/s so far" in batchkv("status", batch_id).stdout
+    assert as_json["tokens_per_second"] == 6  # ends are in whole seconds, so it is of one at least
+    assert "6 tok/s so far\n" in batchkv("status", batch_id).stdout
+    monkeypatch.setattr(batch_facts, "MAX_COUNTED_ROWS", 0)
+    assert "tok/s so far, pauses included" in batchkv("status", batch_id).stdout
     job = json.loads(batchkv("status", f"{batch_id}-1", "--json").stdout)
     assert (job["status"], job["line"]) == ("ok", 1)
     shown = batchkv("status", f"{batch_id}-1").stdout
@@ -389,6 +395,22 @@ def test_status_of_all_of_a_batch_and_of_a_job(
     overview = json.loads(batchkv("status", "--json").stdout)
     assert [batch["batch_id"] for batch in overview["batches"]] == [batch_id]
     assert overview["workers"] == []
+
+
+def test_rows_that_a_worker_has_taken_are_held(
+    at_server: str, redis_connection: Redis, source: Path
+) -> None:
+    """Whether it has begun them is not known, so they are not called running, but in JSON."""
+    batch_id = submitted(source)
+    Transitions(redis_connection).pull(redis_keys.queue_name("m"), "busy", 1, 60)
+    shown = batchkv("status", batch_id).stdout
+    assert re.search(r"held +1\n", shown) and shown.count("1 queued + 1 held\n") == 1
+    held = [batchkv("status", f"{batch_id}-{n}").stdout for n in (1, 3)]
+    assert sum(bool(re.search(r"status +held\n", one)) for one in held) == 1
+    assert json.loads(batchkv("status", batch_id, "--json").stdout)["running"] == 1
+    assert (
+        "HELD" in batchkv("status").stdout and "running" in batchkv("list").stdout
+    )  # the batch is
 
 
 def test_list_and_workers(at_server: str, redis_connection: Redis, source: Path) -> None:

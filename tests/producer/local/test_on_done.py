@@ -169,7 +169,7 @@ def test_status_and_list_show_the_options(source: Path, redis_connection: Redis)
     flags = ("--priority", "high", "--expires", "8h", "--dedupe", "--keep", "7d")
     batch = submitted(source, *flags)
     shown = batchkv("status", batch).stdout
-    assert "2 = 0 ok + 0 failed + 0 canceled + 2 queued + 0 running" in shown
+    assert "2 = 0 ok + 0 failed + 0 canceled + 2 queued + 0 held" in shown
     for words in (
         "priority       high",
         "7d00h after the end",

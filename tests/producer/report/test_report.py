@@ -20,6 +20,7 @@ from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.cli import cli
+from batchkv_producer.report.counting import Counting
 from batchkv_producer.report.facts import Facts
 from batchkv_producer.report.reading import read_facts
 from batchkv_producer.report.sections import summary, workers
@@ -130,13 +131,16 @@ def test_cached_tokens_are_divided_by_tier(redis_connection: Redis, batch: str) 
 def test_the_slow_worker_is_named(redis_connection: Redis, batch: str) -> None:
     """Tokens a second of the time in which a worker had rows; the fastest has the speed 1."""
     workers = {one.name: one for one in read_facts(redis_connection, batch).workers}
-    assert workers["fast"].relative_speed == 1.0 > workers["slow"].relative_speed
+    assert workers["fast"].relative_speed == 1.0 > workers["slow"].relative_speed > 0
     assert (workers["slow"].ok, workers["slow"].failed, workers["slow"].p50_ms) == (1, 2, 8000)
     assert workers["no worker"].canceled == 2
 
 
 def test_speeds_of_a_moment_are_not_compared(redis_connection: Redis, batch: str) -> None:
-    """A worker that had rows for less than five seconds is named, and is not the slowest."""
+    """A worker that had rows for less than five seconds is named, and is not the slowest.
+
+    Nor is it the fastest, of whose speed those of others are shares.
+    """
     facts = read_facts(redis_connection, batch)
 
     def told(**seconds: float) -> str:
@@ -146,6 +150,12 @@ def test_speeds_of_a_moment_are_not_compared(redis_connection: Redis, batch: str
     assert "The slowest, slow, has" in told(fast=5.0, slow=9.0)
     text = told(fast=5.0, slow=4.9)
     assert "The slowest" not in text and "Rows of slow took less than 5 s" in text
+    counting = Counting(0.0, 100.0)
+    for name, busy_ms in (("long", 9000), ("short", 4000)):
+        row = Result("", "chat", "ok", usage=Usage(1, 10), worker=name, created=20, busy_ms=busy_ms)
+        counting.add(1, row, is_copy=False)
+    shares = {one.name: one for one in counting.facts(facts.status, {}, ()).workers}
+    assert (shares["long"].relative_speed, shares["short"].relative_speed) == (1.0, 0.0)
 
 
 def test_the_time_in_which_nobody_computed_is_told_apart(

@@ -101,7 +101,7 @@ def test_only_what_changed_is_computed(desk: Desk) -> None:
     batch = desk.submit(mended, earlier=first).batch_id
     status = desk.client.status(batch)
     assert (status.ok, status.kept, status.failed, status.queued) == (2, 2, 1, 1)
-    assert status.whole_sum() == "4 = 2 ok (2 kept) + 1 failed + 0 canceled + 1 queued + 0 running"
+    assert status.whole_sum() == "4 = 2 ok (2 kept) + 1 failed + 0 canceled + 1 queued + 0 held"
     assert desk.work() == ["b2"]
     assert desk.client.status(batch).is_done
     answers = {"new-c": "to c", "new-b2": "to b2", "new-a": "to a", "line-3": ""}

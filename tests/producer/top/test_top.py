@@ -67,7 +67,7 @@ def test_a_frame_has_batches_and_workers() -> None:
         *("3s", "ago", MODEL, "0.9"),
     ]
     assert shown["old-mac"] == ["old-mac", "busy", "0s", "ago"]
-    assert "2 workers, 88 tok/s; 1 open, 6 rows running, 60 queued" in lines[0]
+    assert "2 workers, 88 tok/s; 1 open, 6 rows held, 60 queued" in lines[0]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -120,7 +120,7 @@ def test_the_last_minute_forgets_what_is_older() -> None:
     rows, generated, prompt, cached = minute.counts
     assert (rows, generated) == (30, sum(range(61, 121, 2)))
     assert (prompt, cached) == (600, 300)
-    assert minute.tokens_per_second == pytest.approx(generated / 30)
+    assert minute.tokens_per_second == pytest.approx(generated / 30) and minute.busy_seconds == 30
     now[0] += 61
     minute.sample(is_busy=False)
     assert minute.counts[0] == 0 and minute.tokens_per_second == 0

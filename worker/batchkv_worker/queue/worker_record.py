@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from batchkv_producer.wire.figures.worker import BUSY_SECONDS
 from batchkv_worker.engine.thread import EngineThread
 from batchkv_worker.events import Completed
 from batchkv_worker.figures.report import Figures
@@ -77,10 +78,14 @@ class LastMinute:
         return rows, generated, prompt, cached
 
     @property
+    def busy_seconds(self) -> float:
+        """The time in which there were rows."""
+        return self._busy_seconds - self._samples[0][1]
+
+    @property
     def tokens_per_second(self) -> float:
-        """Generated tokens a second, of the time in which there were rows."""
-        seconds = self._busy_seconds - self._samples[0][1]
-        return self.counts[1] / max(seconds, SAMPLE_SECONDS)
+        """Generated tokens a second, of that time."""
+        return self.counts[1] / max(self.busy_seconds, SAMPLE_SECONDS)
 
 
 class WorkerRecord:
@@ -146,6 +151,7 @@ class WorkerRecord:
             "rows.live": self._state.live.num_rows,
             "rows.results": len(self._state.results),
             "slots": self._engine.num_slots,
+            BUSY_SECONDS: round(self._minute.busy_seconds, 3),
         }
 
     def _adapters(self) -> dict[str, str]:

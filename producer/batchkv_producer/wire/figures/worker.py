@@ -17,6 +17,7 @@ VERSION = 1
 MAX_CHARS = 64 * 1024
 MAX_ENTRIES = 256  # counts, levels or times
 MAX_BOUNDS = 64
+BUSY_SECONDS = "busy_seconds"  # level: of the last minute, how long the worker had rows
 _KEY = re.compile(r"[a-z][a-z_]{0,40}(\.[A-Za-z0-9_-]{1,40}){0,2}")
 
 

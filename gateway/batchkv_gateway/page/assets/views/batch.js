@@ -6,7 +6,7 @@ import { histogram, timeChart } from "../charts.js";
 import { confirmed } from "../dialog.js";
 import { h } from "../dom.js";
 import { count, duration, percent, plural, rate, short } from "../format.js";
-import { alert, cached, code, command, left, nameOf, numEnded, progress, shareOf, state, tile, time } from "./parts.js";
+import { alert, cached, code, command, HELD, left, nameOf, numEnded, progress, shareOf, state, tile, time } from "./parts.js";
 import { RowList } from "./rows.js";
 
 const POLL_MS = 5000; // of a batch that the events do not have, and of rows while a batch runs
@@ -118,7 +118,7 @@ export function render(id) {
     h("p", { class: "crumbs" }, h("a", { href: "#/" }, "Batches"), " /"),
     h("h1", { tabindex: -1 }, h("bdi", {}, nameOf(status)), " ", state(status)),
     progress(status, "Progress"),
-    h("p", { class: "sum" }, sum(status)),
+    h("p", { class: "sum", title: HELD }, sum(status)),
     tiles(status),
     alert(view.fault),
     view.note && h("p", { class: "note-box", role: "status" }, view.note, " ", view.link),
@@ -146,7 +146,7 @@ function sum(status) {
     `${count(status.failed)} failed`,
     `${count(status.canceled)} canceled`,
     `${count(status.queued)} queued`,
-    `${count(status.running)} running`,
+    `${count(status.running)} held`,
   ];
   return `${plural(status.total, "row")} = ${parts.join(" + ")}`;
 }
@@ -156,12 +156,20 @@ function tiles(status) {
     "dl",
     { key: "tiles", class: "tiles" },
     tile("Done", isUnqueued(status) ? "–" : `${status.percent_done} %`),
-    tile("Speed", rate(status.tokens_per_second ?? view.detail?.tokens_per_second)),
+    tile("Speed", rate(speed(status)), hasPauses(status) && "pauses included"),
     !status.is_done && tile("Time left", left(status)),
     tile("Prompt", short(status.prompt_tokens), "tokens"),
     tile("Cached", cached(status), "of the prompt"),
     tile("Generated", short(status.completion_tokens), "tokens"),
   );
+}
+
+// That of the last minute, else that of the time in which rows were under way, as the report has it.
+const speed = (status) => status.tokens_per_second ?? view.facts?.tokens_per_second ?? view.detail?.tokens_per_second;
+
+// The gateway knows the pauses of a batch with many rows once it has counted the results.
+function hasPauses(status) {
+  return status.is_done && !view.facts && status.total > MAX_ROWS_UNASKED && Boolean(speed(status));
 }
 
 function waiting(status) {
@@ -232,16 +240,28 @@ function unanswered(status) {
   return status.is_done && view.unanswered?.of === status.failed ? view.unanswered : null;
 }
 
-// A button with the number of rows that a retry would queue, where it is known; none if it is 0.
+// A button with the number of rows that a retry would queue, where it is known. There is none if no
+// row can be queued, or each would fail again.
 function retryButton(status, button) {
   const known = unanswered(status);
-  if (!status.failed || known?.failed === 0) return false;
+  if (!status.failed || known?.failed === (known?.refused ?? 0)) return false;
   return button(known ? `Retry ${plural(known.failed, "failed row")}` : "Retry failed rows");
 }
 
 function beyondRetry(status) {
-  const words = whyNot(unanswered(status), status);
+  const words = [failAgain(unanswered(status), status), whyNot(unanswered(status), status)].filter(Boolean).join(" ");
   return words ? h("p", { key: "beyond", class: "beyond" }, words) : false;
+}
+
+// A sentence about the rows of which another try fails again: too long, or refused by the model.
+function failAgain(counts, { batch_id: id, openai_id: openaiId }) {
+  const { failed = 0, refused = 0 } = counts ?? {};
+  if (!refused) return "";
+  const which = refused < failed ? `${count(refused)} of them` : plural(refused, "failed row");
+  const why = `${refused === 1 ? "its line is" : "their lines are"} too long, or refused by the model`;
+  const edit = openaiId ? "Edit them" : `Edit them (“batchkv failed ${id}” prints them)`;
+  const command = `batchkv retry ${openaiId ? `${openaiId} --url ${location.origin}` : id}`;
+  return `${which} would fail again: ${why}. ${edit}, and queue them as a new batch. Once a worker has more memory, “${command}” queues the same lines.`;
 }
 
 // Sentences about the rows that no retry queues, each with what helps; "" without any.
@@ -280,6 +300,7 @@ async function change(method, path, then) {
   } finally {
     own.isBusy = false;
     own.factsAt = 0;
+    own.unanswered = null; // as many rows may fail again, for other reasons
     clearTimeout(own.timer);
     if (own === view) {
       look(own);
@@ -472,6 +493,8 @@ function workers(found) {
   if (!found.length) return false;
   const rows = (one) => one.ok + one.failed + one.canceled;
   const all = found.reduce((sum, one) => sum + rows(one), 0);
+  const short = found.filter((one) => one.tokens_per_second && !one.relative_speed).map((one) => one.name);
+  const note = found.length > 1 && short.length > 0 && `Too short to compare: the work of ${short.join(", ")}.`;
   return shares("workers", "Workers of this batch", ["Worker", "Rows", "Share", "Median row", "Speed"], found.map((one) => ({
     name: one.name,
     cells: [
@@ -481,11 +504,11 @@ function workers(found) {
       one.tokens_per_second ? rate(one.tokens_per_second) : "–",
     ],
     share: one.relative_speed,
-  })));
+  })), note);
 }
 
 // A table whose last cells have a bar.
-function shares(id, title, heads, rows) {
+function shares(id, title, heads, rows, note) {
   return h(
     "figure",
     { key: id, class: "chart" },
@@ -507,6 +530,7 @@ function shares(id, title, heads, rows) {
         ))),
       ),
     ),
+    note && h("p", { class: "note" }, h("bdi", {}, note)),
   );
 }
 

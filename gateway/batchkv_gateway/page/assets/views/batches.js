@@ -4,7 +4,7 @@ import { getJson, NATIVE } from "../api.js";
 import { app, speedNow } from "../app.js";
 import { h } from "../dom.js";
 import { count, rate } from "../format.js";
-import { alert, cached, command, idOf, left, nameOf, NO_BATCH, NO_WORKER, progress, state, tile, time } from "./parts.js";
+import { alert, cached, command, HELD, idOf, left, nameOf, NO_BATCH, NO_WORKER, progress, state, tile, time } from "./parts.js";
 
 const PAGE = 50;
 let older = [];
@@ -54,7 +54,7 @@ function totals(batches) {
     "dl",
     { key: "tiles", class: "tiles" },
     tile("Speed", rate(live.reduce((all, worker) => all + (speedNow(worker) ?? 0), 0))),
-    tile("Rows running", count(sum(open, "running"))),
+    tile("Rows held", count(sum(open, "running")), "", HELD),
     tile("Rows queued", count(sum(open, "queued"))),
     tile("Workers", count(live.length), workerNote(live)),
   );

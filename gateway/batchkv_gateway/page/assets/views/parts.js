@@ -8,6 +8,8 @@ export const shareOf = (part, all) => (all ? part / all : 0);
 export const numEnded = (batch) => batch.ok + batch.failed + batch.canceled;
 export const doneShare = (batch) => shareOf(numEnded(batch), batch.total);
 
+export const HELD = "A worker has taken a held row: it computes it now or next.";
+
 // The bar of a batch: its rows by outcome.
 export function progress(batch, label) {
   const value = batch.percent_done;
@@ -16,7 +18,7 @@ export function progress(batch, label) {
     `${plural(batch.ok, "row")} ok`,
     batch.failed && `${count(batch.failed)} failed`,
     batch.canceled && `${count(batch.canceled)} canceled`,
-    batch.running && `${count(batch.running)} running`,
+    batch.running && `${count(batch.running)} held`,
     batch.queued && `${count(batch.queued)} queued`,
   ];
   const part = (name) => {
@@ -84,11 +86,11 @@ export function command(text) {
 }
 
 // A tile of a name and a large number.
-export function tile(name, value, note) {
+export function tile(name, value, note, title) {
   return h(
     "div",
     { class: "tile", key: name },
-    h("dt", {}, name),
+    h("dt", { title }, name),
     h("dd", {}, value, note && h("span", { class: "note" }, ` ${note}`)),
   );
 }

@@ -328,7 +328,7 @@ function pieces(text) {
 function outcome(row) {
   const kinds = { ok: "good", failed: "bad", running: "busy" };
   return [
-    h("span", { class: `badge ${kinds[row.outcome] ?? "idle"}` }, row.outcome),
+    h("span", { class: `badge ${kinds[row.outcome] ?? "idle"}` }, row.outcome === "running" ? "held" : row.outcome),
     row.error && h("span", { class: "note block" }, breakable(row.error.code)),
   ];
 }
@@ -343,7 +343,7 @@ function contentOf(message) {
 }
 
 function noAnswer(row) {
-  const words = { queued: "This row waits.", running: "This row is being computed." };
+  const words = { queued: "This row waits.", running: "A worker holds this row: it computes it now or next." };
   return words[row.outcome] ?? "There is no answer.";
 }
 

@@ -170,7 +170,7 @@ function charts(found, shown) {
     ]),
     chart("queue", "Queue", "rows", short, [
       ["Waiting", (one) => one.waiting],
-      ["Running", (one) => one.running],
+      ["Held", (one) => one.running],
     ]),
     chart("workers", "Workers", "", count, [["Workers", (one) => one.workers]]),
   );

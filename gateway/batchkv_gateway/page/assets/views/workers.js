@@ -78,13 +78,14 @@ function kindOf(worker) {
 }
 
 // Which Mac is slow, compared with the others that serve the same model. The rate is of the last
-// minute in which a worker had rows.
+// minute. Without some seconds of work in it, as the gateway says, it tells nothing.
 function slowness(worker) {
+  const isCompared = (one) => one.is_comparable && one.tokens_per_second && !one.is_away;
   const rates = app.workers
-    .filter((one) => one.model === worker.model && one.tokens_per_second && !one.is_away)
+    .filter((one) => one.model === worker.model && isCompared(one))
     .map((one) => one.tokens_per_second)
     .sort((a, b) => a - b);
-  if (rates.length < 2 || !worker.tokens_per_second || worker.is_away) return "";
+  if (rates.length < 2 || !isCompared(worker)) return "";
   const median = rates[Math.floor(rates.length / 2)];
   const share = worker.tokens_per_second / median;
   return share < SLOW_SHARE ? `slow: ${percent(share)} of the median` : "";
