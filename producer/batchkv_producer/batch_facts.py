@@ -18,8 +18,7 @@ from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire.job import Result
 
 MAX_BAD_ROWS_SKIPPED = 200  # while the first row that a worker ran is searched
-MAX_COUNTED_ROWS = 20_000  # of a batch that is done, to find its pauses: they are read in a second
-MAX_COUNTED_WHILE_OPEN = 2_000  # of one that is not: somebody may look every two seconds
+MAX_COUNTED_ROWS = 1_000  # of a batch, to find its pauses: their results are read, over a network
 
 Left = Mapping[str, float]  # batch id -> seconds until it is done
 
@@ -139,7 +138,7 @@ def tokens_per_second(client: BatchClient, batch: BatchStatus) -> float | None:
 
 def counts_pauses(batch: BatchStatus) -> bool:
     """Whether its speed counts pauses, because it has too many rows to read all of them."""
-    return batch.num_ended > (MAX_COUNTED_ROWS if batch.is_done else MAX_COUNTED_WHILE_OPEN)
+    return batch.num_ended > MAX_COUNTED_ROWS
 
 
 def _rows_run(rows: Iterator[StoredRow]) -> Iterator[Result]:
