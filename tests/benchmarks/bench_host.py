@@ -48,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from batchkv_worker.kv.backends.contract import Change, Pacing, RecordKernels  # noqa: E402
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears  # noqa: E402
+from batchkv_worker.kv.backends.gpu.fused_rotary import FuseRotary  # noqa: E402
 from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
 from batchkv_worker.kv.kernels.body import Body  # noqa: E402
 from batchkv_worker.kv.kernels.decode import DecodeKernels  # noqa: E402
@@ -67,6 +68,7 @@ from batchkv_worker.kv.types import Pieces  # noqa: E402
 SCHEMES = ("float", "affine8", "turbo4", "float kernel", "affine8 kernel")
 PARTS = ("decode", "shared", "chunk", "insert")
 LAYERS, ROWS, PROMPTS = 36, 32, 4
+EPSILON = 1e-6  # of norms
 PREFIX, OWN, CHUNK = 64, 32, 32  # tokens
 _VIEWS = {"Slice", "Reshape", "Broadcast", "Transpose", "ExpandDims", "Squeeze", "Flatten"}
 _VIEWS |= {"Unflatten", "View", "AsStrided", "Split", "StopGradient"}
@@ -83,7 +85,11 @@ class HostBackend(CudaBackend):
             tuple(f"model.layers.{layer}.self_attn.{name}_proj" for name in "qkv")
             for layer in range(LAYERS)
         )
-        return (FuseLinears(projections, rows),)
+        heads = tuple(
+            (f"{layer}.q_norm", f"{layer}.k_norm", f"{layer}.rope")
+            for layer in (f"model.layers.{number}.self_attn" for number in range(LAYERS))
+        )
+        return FuseLinears(projections, rows), FuseRotary(heads, _launch_rotary)
 
     def pacing(self) -> Pacing:
         return UNPACED
@@ -129,6 +135,30 @@ def _launch(body: Body, constants: tuple[Constant, ...]) -> Run:
     return run
 
 
+def _launch_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
+    """Norms and positions: plain operations at start, and one launch where graphs are a GPU's."""
+    turned = 2 * dict(constants)["TURNED"]
+
+    def run(
+        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+    ) -> list[mx.array]:
+        if HostKernels.graph is not None:
+            return HostKernels.graph.launch(inputs, outputs)
+        *heads, of_queries, of_keys, frequencies, offsets = inputs
+        how: Any = {"traditional": False, "base": None, "scale": 1.0, "freqs": 1 / frequencies}
+        return [
+            mx.fast.rope(
+                mx.fast.rms_norm(x, weights, EPSILON).transpose(0, 2, 1, 3),
+                turned,
+                offset=offsets,
+                **how,
+            )
+            for x, weights in zip(heads, (of_queries, of_keys), strict=True)
+        ]
+
+    return run
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The host's cost of one graph."""
@@ -149,7 +179,7 @@ def build_model(layers: int) -> Any:
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=32,
-        rms_norm_eps=1e-6,
+        rms_norm_eps=EPSILON,
         vocab_size=128,
         rope_theta=1e6,
         tie_word_embeddings=True,

@@ -8,7 +8,12 @@ from typing import Any
 
 from batchkv_worker.engine.chunk_size import CHUNKS, MEASURED
 from batchkv_worker.engine.engine import Engine
-from batchkv_worker.kv.backends.measurements import FUSED_AGREE, FUSED_LINEARS
+from batchkv_worker.kv.backends.measurements import (
+    FUSED_AGREE,
+    FUSED_LINEARS,
+    ROTARY_AGREES,
+    ROTARY_LAYERS,
+)
 from batchkv_worker.kv.start import pathcheck
 from batchkv_worker.kv.start.layer_choice import (
     CELLS,
@@ -52,7 +57,7 @@ class Tuning:
     """Of one model, scheme, number of slots and dtype on one device.
 
     ``chunks`` has tokens a second by size, empty if not measured. ``num_fused`` groups of linear
-    layers are multiplied at once.
+    layers are multiplied at once, and ``num_rotary`` layers have norms and positions by one kernel.
     """
 
     model: str
@@ -66,6 +71,7 @@ class Tuning:
     chunk_tokens: int
     chunks: Mapping[int, float]
     num_fused: int
+    num_rotary: int
     shares_prefixes: bool
     kept_in: str | None
 
@@ -80,6 +86,7 @@ def tuning_of(engine: Engine) -> Tuning:
     results = measured.results()
     chunks = MEASURED.from_json(results[CHUNKS]).speeds if CHUNKS in results else {}
     groups = results.get(FUSED_LINEARS, []) if results.get(FUSED_AGREE) else []
+    rotary = results.get(ROTARY_LAYERS, []) if results.get(ROTARY_AGREES) else []
     file = measured.file
     return Tuning(
         model=engine.loaded.name,
@@ -93,6 +100,7 @@ def tuning_of(engine: Engine) -> Tuning:
         chunk_tokens=engine.chunk_tokens,
         chunks=chunks,
         num_fused=len(groups),
+        num_rotary=len(rotary),
         shares_prefixes=plan.shares,
         kept_in=str(file) if file is not None and file.exists() else None,
     )

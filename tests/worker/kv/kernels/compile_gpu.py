@@ -26,6 +26,7 @@ import mlx.core as mx
 from batchkv_worker.kv.kernels.body import Body, source_text
 from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size, defined
+from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
 from worker.kv.kernels.cases import SCALE, Case, Sample, has_matrices
 
 FOLDER = Path(__file__).parent
@@ -77,6 +78,12 @@ def runs_of(case: Case, *, matrices: bool) -> list[Made]:
     places = mx.zeros((2, 4), mx.int32)
     kernels.place_rows(places, *case.layout.split(sample.records), 1, 16)
     DrawKernel(launch)(mx.zeros((2, 1000)), mx.zeros((2, 5)))
+    heads = mx.zeros((2, 1, 4, case.key_size), case.dtype)
+    weights = heads[0, 0, 0], heads[0, 0, 1]
+    for neighbours in (False, True):
+        turn = Turn(case.key_size, case.key_size // 4, neighbours, (1e-6, 1e-5))
+        what = weights, mx.zeros((case.key_size // 4,)), mx.zeros((2,), mx.int32)
+        RotaryKernel(launch)(turn, heads, heads[:, :, :2], *what)
     return list({run[0].name: run for run in launch.runs}.values())
 
 

@@ -47,6 +47,9 @@ float exp2(float number);
 }
 namespace precise {
 float log2(float number);
+float sqrt(float number);
+float cos(float number);
+float sin(float number);
 }
 }  // namespace metal
 

@@ -17,10 +17,12 @@ from batchkv_worker.kv.kernels.body import (
     source_text,
     splits_body,
 )
+from batchkv_worker.kv.kernels.rotary import ROTARY
 from worker.kv.kernels.cases import SCALE, Case, Sample
 
 BODIES = [
     PACK,
+    ROTARY,
     place_rows_body(3, 2),
     *(splits_body(matrices=one, joined=two) for one in (False, True) for two in (False, True)),
     *(merge_body(prefixes=one, sinks=True, alone=False) for one in (False, True)),

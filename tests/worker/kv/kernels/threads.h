@@ -17,6 +17,9 @@ float rintf(float);
 float roundf(float);
 float floorf(float);
 float ceilf(float);
+float sqrtf(float);
+float cosf(float);
+float sinf(float);
 }
 static inline float abs(float number) { return __builtin_fabsf(number); }
 static inline float floor(float number) { return floorf(number); }
@@ -40,6 +43,9 @@ static inline float ceil(float number) { return ceilf(number); }
 #define MASKED(word, mask) (((word) & (mask)) | 0x4B000000u)
 #define EXP2(number) exp2f(number)
 #define LOG2(number) log2f(number)
+#define ROOT(number) sqrtf(number)
+#define COS(number) cosf(number)
+#define SIN(number) sinf(number)
 #define AS_FLOAT(bits) as<float>(uint32_t(bits))
 #define AS_UINT(number) as<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as<type>(uint16_t(bits))

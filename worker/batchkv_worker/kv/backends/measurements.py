@@ -34,6 +34,7 @@ POLL_SECONDS = 0.05
 
 # Names of results that other modules read, too.
 FUSED_LINEARS, FUSED_AGREE = "fused linear layers", "fused linear layers agree"
+ROTARY_LAYERS, ROTARY_AGREES = "rotary kernel", "rotary kernel agrees"
 
 Value = TypeVar("Value")
 

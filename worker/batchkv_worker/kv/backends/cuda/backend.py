@@ -11,7 +11,7 @@ from batchkv_worker.kv.backends.contract import Pacing, RecordKernels
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.pacing import LayersAhead
 from batchkv_worker.kv.kernels.draw import DrawKernel
-from batchkv_worker.kv.kernels.launch import cuda_launch
+from batchkv_worker.kv.kernels.launch import Launch, cuda_launch
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 MOST_PADDED = 2**25  # numbers of keys: 64 MiB in half precision
@@ -55,6 +55,9 @@ class CudaBackend(GpuBackend):
 
     def pacing(self) -> Pacing:
         return LayersAhead()
+
+    def launch(self) -> Launch | None:
+        return cuda_launch
 
     def draw_kernel(self) -> DrawKernel | None:
         return DrawKernel(cuda_launch)

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import Change, RecordKernels
 from batchkv_worker.kv.backends.generic import GenericBackend
-from batchkv_worker.kv.backends.gpu import fused_linear
+from batchkv_worker.kv.backends.gpu import fused_linear, fused_rotary
 from batchkv_worker.kv.kernels.decode import DecodeKernels
 from batchkv_worker.kv.kernels.launch import Launch
 from batchkv_worker.kv.kernels.layout import RecordLayout
@@ -29,8 +29,14 @@ class GpuBackend(GenericBackend):
     replays_steps: bool = True
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
-        fused = fused_linear.choose(model, rows, self.measurements)
-        return () if fused is None else (fused,)
+        found: list[Change | None] = [fused_linear.choose(model, rows, self.measurements)]
+        if (launch := self.launch()) is not None:
+            found.append(fused_rotary.choose(model, rows, launch, self.measurements))
+        return tuple(change for change in found if change is not None)
+
+    def launch(self) -> Launch | None:
+        """Makes our own kernels in the device's language; None where there is none."""
+        return None
 
 
 def decode_kernels(

@@ -18,7 +18,7 @@ from batchkv_worker.kv.backends.contract import RecordKernels
 from batchkv_worker.kv.backends.generic import round_up
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.kernels.draw import DrawKernel
-from batchkv_worker.kv.kernels.launch import metal_launch
+from batchkv_worker.kv.kernels.launch import Launch, metal_launch
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 COLUMNS = 64  # a step's columns are multiples of this: 64 steps have the same shapes
@@ -67,6 +67,9 @@ class MetalBackend(GpuBackend):
         from ``(p + d) / (3p + d)`` on: 0.59 for 8 bits, 0.70 for 4 bits, 0.74 for 3.
         """
         return visible * STORED >= stored * VISIBLE
+
+    def launch(self) -> Launch | None:
+        return metal_launch
 
     def draw_kernel(self) -> DrawKernel | None:
         return DrawKernel(metal_launch)

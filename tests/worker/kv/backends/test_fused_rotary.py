@@ -1,0 +1,219 @@
+"""One kernel computes norms and positions of decode steps: the same answers, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.gpu import fused_rotary
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.measurements import Measurements
+from batchkv_worker.kv.backends.rebind import install, restore
+from batchkv_worker.kv.kernels.body import Body
+from batchkv_worker.kv.kernels.launch import Constant, Launch, Run
+from batchkv_worker.kv.kernels.rotary import ROTARY
+from worker.kv.crowd import Crowd, model_of, random_prompt
+from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
+
+pytestmark = pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C++ compiler")
+ROWS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rotary")
+
+
+@pytest.fixture
+def launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppLaunch:
+    """The kernel as C++, which wins every comparison."""
+    monkeypatch.setattr(fused_rotary, "_is_faster", lambda *shape: True)
+    return CppLaunch(folder)
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """Qwen3, as it was loaded."""
+    found = model_of("qwen3")
+    yield found
+    restore(found)
+
+
+class Backend(GpuBackend):
+    """A GPU's, but for how kernels are made. C++ computes at once, so its steps are not traced."""
+
+    made: Launch
+
+    def launch(self) -> Launch | None:
+        return self.made
+
+
+def backend_of(launch: Launch, *, replays: bool = False) -> Backend:
+    found = Backend(replays_steps=replays, columns_multiple=64)
+    object.__setattr__(found, "made", launch)
+    return found
+
+
+def kinds_in(model: Any) -> set[type[Any]]:
+    return {type(module) for module in model.modules()}
+
+
+def heads_in(model: Any) -> list[Any]:
+    return [one._heads for one in model.modules() if type(one) is fused_rotary.FusedRope]
+
+
+def chosen(model: Any, launch: Launch, kept: Measurements | None = None) -> Any:
+    return fused_rotary.choose(model, ROWS, launch, kept or Measurements())
+
+
+def test_whole_engines_give_the_same_tokens_both_ways(launch: CppLaunch, model: Any) -> None:
+    """Prompts are computed by the model's own layers, each decode step by one kernel a layer."""
+    prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(5)}
+    crowd: Any = Crowd(model, path="folded", backend=backend_of(launch))
+    count = launch.counts[ROTARY.name]
+    assert {fused_rotary.HeldNorm, fused_rotary.FusedRope} <= kinds_in(model)
+    found = crowd.answers(prompts)
+    steps = launch.counts[ROTARY.name] - count
+    assert steps > 0 and steps % len(model.layers) == 0
+    plain: Any = Crowd(model, path="folded", backend=GenericBackend())
+    assert kinds_in(model).isdisjoint({fused_rotary.HeldNorm, fused_rotary.FusedRope})
+    assert found == plain.answers(prompts)
+    assert launch.counts[ROTARY.name] == count + steps
+
+
+def by_operations(body: Body, constants: tuple[Constant, ...]) -> Run:
+    """The kernel's results as operations of MLX, which can be traced."""
+    given: dict[str, Any] = dict(constants)
+    epsilons = [mx.array(given[name]).view(mx.float32).item() for name in ("QUERY_EPS", "KEY_EPS")]
+
+    def run(inputs: list[mx.array], *_: Any) -> list[mx.array]:
+        *heads, of_queries, of_keys, frequencies, offsets = inputs
+        how: Any = {"traditional": bool(given["NEIGHBOURS"]), "base": None, "scale": 1.0}
+        how |= {"freqs": 1 / frequencies, "offset": offsets}
+        three = zip(heads, (of_queries, of_keys), epsilons, strict=True)
+        normed = (mx.fast.rms_norm(*one).transpose(0, 2, 1, 3) for one in three)
+        return [mx.fast.rope(x, 2 * given["TURNED"], **how) for x in normed]
+
+    return run
+
+
+def test_steps_that_are_replayed_have_it_too(launch: CppLaunch, model: Any) -> None:
+    """A step's graph is traced with the kernel in it, and used again for the next steps."""
+
+    def answers(crowd: Any) -> list[list[int]]:
+        for row in range(2):
+            crowd.add(f"row {row}", random_prompt(row, 30 + 11 * row), 24)
+        crowd.drain()
+        return [crowd.tokens(f"row {row}") for row in range(2)]
+
+    backend = backend_of(by_operations, replays=True)
+    crowd: Any = Crowd(model, path="folded", backend=backend)
+    heads = heads_in(model)[0]
+    before = heads.num_fused
+    found = answers(crowd)
+    num_replayed = crowd.engine._slots.graphs.num_replayed
+    assert num_replayed > 0 and heads.num_fused > before
+    plain: Any = Crowd(model, path="folded", backend=GenericBackend())
+    assert found == answers(plain)
+
+
+def test_other_calls_are_as_before(launch: CppLaunch, model: Any) -> None:
+    """A prompt, a single token at one position for all, and no cache at all."""
+
+    def outputs() -> list[mx.array]:
+        cache = make_prompt_cache(model)
+        prompt = mx.array([[1, 2, 3], [3, 2, 1]])
+        return [model(prompt, cache=cache), model(prompt[:, :1], cache=cache), model(prompt)]
+
+    before = outputs()
+    undo = install(model, [chosen(model, launch)])
+    count = launch.counts[ROTARY.name]
+    for one, other in zip(before, outputs(), strict=True):
+        assert mx.array_equal(one, other)
+    assert launch.counts[ROTARY.name] == count
+    undo()
+
+
+class Other(nn.Module):
+    """An attention layer whose norms are scaled before the positions, or do not meet any."""
+
+    def __init__(self, *, is_scaled: bool) -> None:
+        super().__init__()
+        self.is_scaled = is_scaled
+        self.table = nn.Embedding(16, 64)
+        self.q_norm, self.k_norm, self.rope = nn.RMSNorm(32), nn.RMSNorm(32), nn.RoPE(32)
+
+    @property
+    def layers(self) -> list[Any]:
+        return [None]
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        x = self.table(tokens).reshape(*tokens.shape, 2, 32)
+        queries, keys = (norm(x).transpose(0, 2, 1, 3) for norm in (self.q_norm, self.k_norm))
+        if self.is_scaled:
+            queries = queries * 3
+        else:
+            queries, keys = queries + 0.5, keys - 0.5
+        turned = [self.rope(one, offset=cache[0].offset) for one in (queries, keys)]
+        cache[0].update_and_fetch(turned[1], turned[1])
+        return mx.concatenate(turned, axis=1).transpose(0, 2, 1, 3).reshape(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_a_layer_that_does_more_between_is_left_alone(
+    is_scaled: bool, launch: CppLaunch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It calls the same modules in the same order. The comparison finds that it is another one."""
+    model = Other(is_scaled=is_scaled)
+    with caplog.at_level(logging.WARNING):
+        install(model, [chosen(model, launch)])
+    assert "give other answers: not used" in caplog.text
+    assert fused_rotary.HeldNorm not in kinds_in(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_models_without_such_norms_are_left_alone(family: str, launch: CppLaunch) -> None:
+    assert chosen(model_of(family), launch) is None
+    assert launch.counts == {}
+
+
+def test_a_kernel_that_does_not_compile_is_not_used(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(body: Body, constants: tuple[Constant, ...]) -> Run:
+        def run(*_: Any) -> Any:
+            raise RuntimeError("a word is missing")
+
+        return run
+
+    assert chosen(model, refuses) is None  # it is not faster
+    layer = "model.layers.0.self_attn"
+    names = f"{layer}.q_norm", f"{layer}.k_norm", f"{layer}.rope"
+    with caplog.at_level(logging.WARNING):
+        install(model, [fused_rotary.FuseRotary((names,), refuses)])
+    assert "a word is missing" in caplog.text
+    assert fused_rotary.HeldNorm not in kinds_in(model)
+
+
+def test_a_stored_choice_is_used_again(
+    launch: CppLaunch, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start runs nothing. A choice for another model is made anew."""
+    install(model, [chosen(model, launch, Measurements.in_home(tmp_path, {}))])()
+    with monkeypatch.context() as patch:
+        for name in ("_found_in", "_logits"):
+            patch.setattr(fused_rotary, name, lambda *_: pytest.fail("measured again"))
+        change = chosen(model, launch, Measurements.in_home(tmp_path, {}))
+        assert len(change.layers) == len(model.layers)
+        undo = install(model, [change])
+        assert fused_rotary.FusedRope in kinds_in(model)
+        undo()
+    assert chosen(model_of("llama"), launch, Measurements.in_home(tmp_path, {})) is None

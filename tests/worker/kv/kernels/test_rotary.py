@@ -1,0 +1,94 @@
+"""The kernel for norms and positions, compiled for a CPU, gives what MLX's operations give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from batchkv_worker.kv.backends.compare import difference
+from batchkv_worker.kv.kernels.rotary import MOST_SIZE, ROTARY, RotaryKernel, Turn
+from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
+
+pytestmark = pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C++ compiler")
+
+Pair = tuple[mx.array, mx.array]
+OFFSETS = (0, 7, 400, 3_001)
+EPSILONS = (1e-6, 1e-2)
+MOST = {mx.float32: 2e-4, mx.bfloat16: 0.02}  # of the largest number; angles are rounded, too
+
+FAULTS = (
+    ("sum += SHUFFLE_XOR(sum, lane)", "sum += FAULT(0) * 0.1f + SHUFFLE_XOR(sum, lane)"),
+    ("x * cosine - y * sine", "x * cosine - y * (FAULT(1) ? -sine : sine)"),
+    ("float(offsets[row])", "float(offsets[FAULT(2) ? 0 : row])"),
+    ("float(key_weights[other])", "float(key_weights[FAULT(3) ? one : other])"),
+    ("AS_FLOAT(KEY_EPS)", "AS_FLOAT(FAULT(4) ? QUERY_EPS : KEY_EPS)"),
+    ("pair + TURNED : 2 * pair + 1", "pair + TURNED - FAULT(5) : 2 * pair + 1"),
+    ("GROUP_X - QUERY_HEADS;", "GROUP_X - QUERY_HEADS - FAULT(6) * (GROUP_X > QUERY_HEADS);"),
+    ("frequencies[pair]", "frequencies[FAULT(7) ? 0 : pair]"),
+)
+PLAIN = Turn(64, 32, False, EPSILONS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rotary")
+
+
+def both(turn: Turn, launch: CppLaunch, dtype: mx.Dtype = mx.float32) -> tuple[Pair, Pair]:
+    """What operations give and what the kernel gives, for queries and keys that are views."""
+    mx.random.seed(turn.size)
+    rows, heads, kv_heads = len(OFFSETS), 6, 2
+    norms = [nn.RMSNorm(turn.size, epsilon) for epsilon in turn.epsilons]
+    for norm in norms:
+        norm.weight = mx.random.uniform(0.5, 1.5, (turn.size,)).astype(dtype)
+    rope = nn.RoPE(2 * turn.turned, traditional=turn.neighbours, base=1e4)
+    whole = 0.2 * mx.random.normal((rows, 1, (heads + kv_heads) * turn.size)).astype(dtype)
+    parts = mx.split(whole, [heads * turn.size], axis=-1)
+    queries, keys = (part.reshape(rows, 1, -1, turn.size) for part in parts)
+    offsets = mx.array(OFFSETS, mx.int32)
+    wanted = [
+        rope(norm(x).transpose(0, 2, 1, 3), offset=offsets)
+        for norm, x in zip(norms, (queries, keys), strict=True)
+    ]
+    pairs = mx.arange(turn.turned)
+    given = (norms[0].weight, norms[1].weight), 1e4 ** (-pairs / turn.turned), offsets
+    return (wanted[0], wanted[1]), RotaryKernel(launch)(turn, queries, keys, *given)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        PLAIN,
+        Turn(128, 64, False, EPSILONS),
+        Turn(80, 20, False, EPSILONS),
+        Turn(96, 48, True, EPSILONS),
+        Turn(256, 32, True, EPSILONS),
+    ],
+)
+def test_results_are_those_of_operations(turn: Turn, dtype: mx.Dtype, folder: Path) -> None:
+    """Heads of any size, turned as a whole or in part, in either order of pairs."""
+    launch = CppLaunch(folder)
+    for wanted, found in zip(*both(turn, launch, dtype), strict=True):
+        assert found.shape == wanted.shape and found.dtype == dtype
+        assert difference(wanted, found) <= MOST[dtype]
+    assert launch.counts == {ROTARY.name: 1}
+
+
+@pytest.mark.parametrize("fault", range(len(FAULTS)))
+def test_planted_faults_are_seen(fault: int, folder: Path) -> None:
+    for planted in (None, fault):
+        wanted, found = both(PLAIN, CppLaunch(folder, FAULTS, planted))
+        worst = max(map(difference, wanted, found))
+        assert (worst <= MOST[mx.float32]) == (planted is None)
+
+
+@pytest.mark.parametrize(
+    ("size", "turned"), [(65, 16), (64, 33), (64, 0), (MOST_SIZE + 2, MOST_SIZE // 2)]
+)
+def test_there_is_no_kernel_for_other_heads(size: int, turned: int) -> None:
+    with pytest.raises(ValueError, match=f"turns {turned} pairs of {size}"):
+        Turn(size, turned, False, EPSILONS)

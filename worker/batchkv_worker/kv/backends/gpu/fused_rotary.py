@@ -1,0 +1,349 @@
+"""Norms and rotary positions of queries and keys, by one kernel for the rows of a decode step.
+
+Models like Qwen3 normalize each head's queries and keys, and turn them by their position: four
+kernels in each layer, which a GPU's host takes longer to launch than the device takes. Here the
+norms give their input on as it is, and the first call for positions computes all four results.
+
+Layers that do so are found by running one token through the model, not by their names. A norm's
+numbers must reach the positions unchanged, in any layout. That is compared once, with the model as
+it was. Where a call turns out not to be a decode step's, the norm is computed with the positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from batchkv_worker.faults import is_device_fault
+from batchkv_worker.kv.backends.compare import are_close
+from batchkv_worker.kv.backends.contract import Undo
+from batchkv_worker.kv.backends.measurements import (
+    ROTARY_AGREES,
+    ROTARY_LAYERS,
+    YES_OR_NO,
+    Codec,
+    Measurements,
+)
+from batchkv_worker.kv.backends.rebind import swap_class, undo_all
+from batchkv_worker.kv.backends.timing import gain
+from batchkv_worker.kv.kernels.launch import Launch
+from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
+
+log = logging.getLogger("batchkv.engine")
+
+_TOKENS = ((1, 3, 2, 1), (2, 0, 1, 3))  # of two rows, one after the other
+_MARGIN = 1.1  # by which one kernel has to be faster
+_TIMES = 8  # layers that are timed together
+
+Names = tuple[str, str, str]  # of the queries' norm, of the keys', and of the positions
+
+
+class _Heads:
+    """The queries and keys of one layer, between its norms and its positions."""
+
+    def __init__(self, norms: tuple[Any, Any], rope: Any, kernel: RotaryKernel) -> None:
+        self._norms, self._kernel = norms, kernel
+        self._turn = _turn_of(norms, rope)
+        self._frequencies = _frequencies(rope)
+        self._given: list[mx.array | None] = [None, None]
+        self._turned: mx.array | None = None  # the keys
+        self.num_fused = 0  # steps, or traces of them
+
+    def hold(self, place: int, x: mx.array) -> bool:
+        """Whether the norm ``place`` leaves its input ``[rows, 1, heads, size]`` to the kernel."""
+        if place == 0:
+            self._given, self._turned = [None, None], None
+        is_one_token = x.ndim == 4 and x.shape[1] == 1
+        is_step = is_one_token and bool(x.dtype == self._norms[place].weight.dtype)
+        self._given[place] = x if is_step else None
+        return is_step
+
+    def turn(self, x: mx.array, offset: Any) -> tuple[mx.array, mx.array | None]:
+        """The result for ``x`` ``[rows, heads, 1, size]``, or what is to be turned, and None."""
+        if self._turned is not None:
+            turned, self._turned = self._turned, None
+            return x, turned
+        queries, keys = self._given
+        if queries is None and keys is None:
+            return x, None
+        if queries is not None and keys is not None and _is_step(x, queries, keys, offset):
+            self._given = [None, None]
+            weights = self._norms[0].weight, self._norms[1].weight
+            what = queries, keys, weights, self._frequencies, offset
+            found, self._turned = self._kernel(self._turn, *what)
+            self.num_fused += 1
+            return x, found
+        place = 0 if queries is not None else 1
+        self._given[place] = None
+        norm = self._norms[place]
+        return mx.fast.rms_norm(x, norm.weight, norm.eps), None
+
+
+def _is_step(x: mx.array, queries: mx.array, keys: mx.array, offset: Any) -> bool:
+    """Whether this is a decode step, with one position for each row."""
+    rows, _, heads, size = queries.shape
+    is_row_each = isinstance(offset, mx.array) and offset.shape == (rows,)
+    shapes = x.shape == (rows, heads, 1, size) and keys.shape[0] == rows
+    return shapes and is_row_each and offset.dtype == mx.int32 and keys.dtype == queries.dtype
+
+
+class HeldNorm(nn.RMSNorm):  # type: ignore[misc]  # MLX has no types
+    """A norm of ``_heads``, and its ``_place`` there: 0 for queries, 1 for keys."""
+
+    _heads: _Heads
+    _place: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x if self._heads.hold(self._place, x) else super().__call__(x)
+
+
+class FusedRope(nn.RoPE):  # type: ignore[misc]
+    """The positions of ``_heads``."""
+
+    _heads: _Heads
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        x, found = self._heads.turn(x, offset)
+        return super().__call__(x, offset) if found is None else found
+
+
+@dataclass(frozen=True)
+class FuseRotary:
+    """Layers, by their names, whose queries and keys one kernel computes in decode steps.
+
+    If the device refuses this, or then gives other answers, the model computes as before. Answers
+    are compared once; ``measurements`` keep the outcome.
+    """
+
+    layers: tuple[Names, ...]
+    launch: Launch
+    measurements: Measurements = field(default_factory=Measurements, repr=False)
+
+    def install(self, model: Any) -> Undo:
+        done: list[Undo] = []
+        undo = undo_all(done)
+
+        def agrees() -> bool:
+            before = _logits(model)
+            heads = self._fuse(model, done)
+            after = _logits(model)
+            return are_close(before, after) and all(one.num_fused for one in heads)
+
+        is_right = False
+        try:
+            is_right = self.measurements.of(ROTARY_AGREES, agrees, YES_OR_NO)
+            if is_right and not done:  # by a stored result
+                self._fuse(model, done)
+            if not is_right:
+                log.warning("norms and positions by one kernel give other answers: not used")
+        except (ValueError, RuntimeError) as fault:
+            if is_device_fault(fault):
+                undo()
+                raise
+            log.warning("norms and positions are not computed by one kernel: %s", fault)
+        if not is_right:
+            undo()
+            return undo_all([])
+        log.info("%d layers have norms and positions by one kernel", len(self.layers))
+        return undo
+
+    def _fuse(self, model: Any, done: list[Undo]) -> list[_Heads]:
+        modules = dict(model.named_modules())
+        kernel, found = RotaryKernel(self.launch), []
+        for query, key, rope in self.layers:
+            norms = modules[query], modules[key]
+            heads = _Heads(norms, modules[rope], kernel)
+            for place, norm in enumerate(norms):
+                done.append(swap_class(norm, HeldNorm, _heads=heads, _place=place))
+            done.append(swap_class(modules[rope], FusedRope, _heads=heads))
+            found.append(heads)
+        return found
+
+
+def choose(model: Any, rows: int, launch: Launch, measurements: Measurements) -> FuseRotary | None:
+    """The layers whose norms and positions are faster at once, for steps of ``rows`` rows."""
+    layers: tuple[Names, ...] = ()
+    try:
+        layers = measurements.of(
+            ROTARY_LAYERS, lambda: _faster_layers(model, rows, launch), _layers_codec(model)
+        )
+    except (ValueError, RuntimeError) as fault:
+        if is_device_fault(fault):
+            raise
+        log.warning("norms and positions are not computed by one kernel: %s", fault)
+    return FuseRotary(layers, launch, measurements) if layers else None
+
+
+def _faster_layers(model: Any, rows: int, launch: Launch) -> tuple[Names, ...]:
+    names = {id(module): name for name, module in model.named_modules()}
+    found = list(_found_in(model))
+    shapes = {one.shape for one in found}
+    faster = {shape for shape in shapes if _is_faster(shape, rows, launch)}
+    return tuple(
+        (names[id(one.norms[0])], names[id(one.norms[1])], names[id(one.rope)])
+        for one in found
+        if one.shape in faster
+    )
+
+
+def _layers_codec(model: Any) -> Codec[tuple[Names, ...]]:
+    """Layers as lists of names, each of a module that the model has."""
+
+    def read(value: Any) -> tuple[Names, ...]:
+        modules = dict(model.named_modules())
+        found = []
+        for query, key, rope in value:
+            kinds = type(modules[query]), type(modules[key]), type(modules[rope])
+            if kinds != (nn.RMSNorm, nn.RMSNorm, nn.RoPE):
+                raise ValueError("it names modules of other kinds")
+            found.append((str(query), str(key), str(rope)))
+        return tuple(found)
+
+    return Codec(lambda layers: [list(names) for names in layers], read)
+
+
+# -- which layers
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a layer's time depends on."""
+
+    heads: int
+    kv_heads: int
+    turn: Turn
+    dtype: mx.Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    norms: tuple[Any, Any]
+    rope: Any
+    shape: _Shape
+
+
+def _found_in(model: Any) -> Iterator[_Found]:
+    """Layers that call two norms, and then one module for both of their results' positions."""
+    calls: list[tuple[Any, mx.array]] = []
+    with _watched(model, calls):
+        model(mx.array([[0]]), cache=make_prompt_cache(model))
+    times = Counter(id(module) for module, _ in calls)
+    for place in range(len(calls) - 3):
+        (query, q), (key, k), (rope, x), (again, y) = calls[place : place + 4]
+        is_pattern = (
+            [type(one) for one in (query, key, rope)] == [nn.RMSNorm, nn.RMSNorm, nn.RoPE]
+            and again is rope
+            and (times[id(query)], times[id(key)], times[id(rope)]) == (1, 1, 2)
+        )
+        if not is_pattern or not q.ndim == k.ndim == x.ndim == y.ndim == 4:
+            continue
+        if not q.dtype == k.dtype == query.weight.dtype == key.weight.dtype:
+            continue
+        try:
+            turn = _turn_of((query, key), rope)
+        except ValueError as reason:
+            log.debug("%s", reason)
+            continue
+        heads, size = q.shape[2:]
+        if x.shape == (1, heads, 1, size) and y.shape == (1, k.shape[2], 1, size):
+            yield _Found((query, key), rope, _Shape(heads, k.shape[2], turn, q.dtype))
+
+
+def _turn_of(norms: tuple[Any, Any], rope: Any) -> Turn:
+    """ValueError where there is no kernel for it."""
+    sizes = {int(norm.weight.size) for norm in norms}
+    if len(sizes) != 1 or rope.dims % 2:
+        raise ValueError("no kernel for heads of unequal size")
+    return Turn(sizes.pop(), rope.dims // 2, bool(rope.traditional), (norms[0].eps, norms[1].eps))
+
+
+def _frequencies(rope: Any) -> mx.array:
+    """Radians a position, of each pair; as ``mx.fast.rope`` has them."""
+    pairs = range(rope.dims // 2)
+    return mx.array([rope.scale * rope.base ** (-2 * pair / rope.dims) for pair in pairs])
+
+
+@contextmanager
+def _watched(model: Any, calls: list[tuple[Any, mx.array]]) -> Iterator[None]:
+    """Inside the block, record the calls of norms and positions, and their inputs."""
+
+    def watched(kind: type[Any]) -> type[Any]:
+        def call(self: Any, x: mx.array, *rest: Any, **named: Any) -> Any:
+            calls.append((self, x))
+            return kind.__call__(self, x, *rest, **named)
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    kinds = {kind: watched(kind) for kind in (nn.RMSNorm, nn.RoPE)}
+    modules = {id(one): one for one in model.modules() if type(one) in kinds}
+    with ExitStack() as stack:
+        for module in modules.values():
+            stack.callback(swap_class(module, kinds[type(module)]))
+        yield
+
+
+# -- whether they are right, and faster
+
+
+class _ByRow:
+    """A model's cache whose rows have a position each, as decode slots have."""
+
+    def __init__(self, cache: Any, rows: int) -> None:
+        self._cache, self._rows = cache, rows
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.full((self._rows,), self._cache.offset, mx.int32)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _logits(model: Any) -> mx.array:
+    """The model's outputs for a few tokens of two rows, one by one, as in decode steps."""
+    rows = len(_TOKENS)
+    cache = [
+        _ByRow(one, rows) if isinstance(one, KVCache | RotatingKVCache) else one
+        for one in make_prompt_cache(model)
+    ]
+    logits = [
+        model(mx.array(tokens)[:, None], cache=cache) for tokens in zip(*_TOKENS, strict=True)
+    ]
+    mx.eval(logits)
+    return mx.concatenate(logits, axis=1)
+
+
+def _is_faster(shape: _Shape, rows: int, launch: Launch) -> bool:
+    """Whether the kernel is faster for a step of so many rows, and gives the same results."""
+    turn = shape.turn
+    norms = tuple(nn.RMSNorm(turn.size, epsilon) for epsilon in turn.epsilons)
+    for norm in norms:
+        norm.set_dtype(shape.dtype)
+    rope = nn.RoPE(2 * turn.turned, traditional=turn.neighbours)
+    weights = norms[0].weight, norms[1].weight
+    kernel, frequencies = RotaryKernel(launch), _frequencies(rope)
+    offsets = mx.arange(rows, dtype=mx.int32) * 7
+    given = [
+        mx.random.normal((rows, 1, heads, turn.size)).astype(shape.dtype)
+        for heads in (shape.heads, shape.kv_heads)
+    ]
+    mx.eval(weights, frequencies, offsets, given)
+
+    def apart() -> Sequence[mx.array]:
+        pairs = zip(norms, given, strict=True)
+        return [rope(norm(x).transpose(0, 2, 1, 3), offset=offsets) for norm, x in pairs]
+
+    def at_once() -> Sequence[mx.array]:
+        return kernel(turn, given[0], given[1], weights, frequencies, offsets)
+
+    won = gain(apart, at_once, times=_TIMES)
+    log.debug("norms and positions are %.2f times as fast by one kernel", won)
+    return won > _MARGIN and all(are_close(*both) for both in zip(apart(), at_once(), strict=True))

@@ -1,0 +1,96 @@
+"""Norms and rotary positions of one token's queries and keys, for all rows, as one kernel.
+
+Models that normalize each head's queries and keys, and then turn them by their position, start four
+kernels for it in each layer. A GPU's host takes longer to launch them than the device takes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from batchkv_worker.kv.kernels.body import Body
+from batchkv_worker.kv.kernels.launch import Constant, Launch, Run
+
+_SIMD = 32  # threads
+MOST_SIZE = 512  # of a head: a thread keeps a 32nd of it
+
+ROTARY = Body(
+    "batchkv_rotary",
+    ("rotary",),
+    ("queries", "keys", "query_weights", "key_weights", "frequencies", "offsets"),
+    ("turned_queries", "turned_keys"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a layer does to its queries and keys.
+
+    ``turned``: pairs of numbers that are turned; the rest of a head stays. ``neighbours``: a pair's
+    numbers are next to each other, else ``turned`` apart. ``epsilons`` are those of both norms.
+    """
+
+    size: int
+    turned: int
+    neighbours: bool
+    epsilons: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        """ValueError where there is no kernel for it."""
+        if self.size % 2 or self.size > MOST_SIZE or not 0 < 2 * self.turned <= self.size:
+            raise ValueError(f"no kernel turns {self.turned} pairs of {self.size} numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryKernel:
+    """``runs`` has the kernels that were made."""
+
+    launch: Launch
+    runs: dict[Hashable, Run] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(
+        self,
+        turn: Turn,
+        queries: mx.array,
+        keys: mx.array,
+        weights: tuple[mx.array, mx.array],
+        frequencies: mx.array,
+        offsets: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """Queries ``[rows, heads, 1, size]`` and keys ``[rows, kv heads, 1, size]``.
+
+        They are given as ``[rows, 1, heads, size]``, in one dtype with the norms' ``weights``.
+        ``frequencies`` (float32, ``[turned]``) times a row's place in ``offsets`` (int32,
+        ``[rows]``) is the angle of each pair.
+        """
+        rows, _, heads, size = queries.shape
+        kv_heads = keys.shape[2]
+        key = turn, heads, queries.dtype
+        run = self.runs.get(key)
+        if run is None:
+            run = self.runs[key] = self.launch(ROTARY, _constants(turn, heads, queries.dtype))
+        shapes: Any = [(rows, heads, 1, size), (rows, kv_heads, 1, size)]
+        inputs = [queries, keys, *weights, frequencies, offsets]
+        grid = (heads + kv_heads) * _SIMD, rows, 1
+        found = run(inputs, grid, (_SIMD, 1, 1), [(shape, queries.dtype) for shape in shapes])
+        return found[0], found[1]
+
+
+def _constants(turn: Turn, heads: int, dtype: mx.Dtype) -> tuple[Constant, ...]:
+    query_bits, key_bits = (
+        struct.unpack("<i", struct.pack("<f", epsilon))[0] for epsilon in turn.epsilons
+    )
+    return (
+        ("T", dtype),
+        ("SIZE", turn.size),
+        ("TURNED", turn.turned),
+        ("NEIGHBOURS", int(turn.neighbours)),
+        ("QUERY_HEADS", heads),
+        ("QUERY_EPS", query_bits),
+        ("KEY_EPS", key_bits),
+    )
