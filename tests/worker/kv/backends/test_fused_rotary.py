@@ -142,6 +142,16 @@ def test_other_calls_are_as_before(launch: CppLaunch, model: Any) -> None:
     undo()
 
 
+def test_keys_are_held_only_after_queries(launch: CppLaunch, model: Any) -> None:
+    """Queries of another dtype are normalized at once, and so are the keys after them."""
+    install(model, [chosen(model, launch)])
+    attention = model.layers[0].self_attn
+    x = mx.random.normal((2, 1, 3, attention.q_norm.weight.size))
+    for norm, given in ((attention.q_norm, x.astype(mx.bfloat16)), (attention.k_norm, x)):
+        assert mx.array_equal(norm(given), mx.fast.rms_norm(given, norm.weight, norm.eps))
+    assert attention.q_norm(x) is x and attention.k_norm(x) is x
+
+
 class Other(nn.Module):
     """An attention layer whose norms are scaled before the positions, or do not meet any."""
 

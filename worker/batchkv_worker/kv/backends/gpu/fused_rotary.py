@@ -63,6 +63,8 @@ class _Heads:
             self._given, self._turned = [None, None], None
         is_one_token = x.ndim == 4 and x.shape[1] == 1
         is_step = is_one_token and bool(x.dtype == self._norms[place].weight.dtype)
+        if place == 1 and self._given[0] is None:
+            return False  # else the queries' positions would take the keys for their own
         self._given[place] = x if is_step else None
         return is_step
 
