@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from batchkv_worker.kv.backends.generic import GenericBackend
@@ -185,7 +186,7 @@ def test_a_layer_that_does_more_between_is_left_alone(
     model = Other(is_scaled=is_scaled)
     with caplog.at_level(logging.WARNING):
         install(model, [chosen(model, launch)])
-    assert "give other answers: not used" in caplog.text
+    assert "does not agree: not used" in caplog.text
     assert fused_rotary.HeldNorm not in kinds_in(model)
 
 
@@ -210,6 +211,49 @@ def test_a_kernel_that_does_not_compile_is_not_used(
     with caplog.at_level(logging.WARNING):
         install(model, [fused_rotary.FuseRotary((names,), refuses)])
     assert "a word is missing" in caplog.text
+    assert fused_rotary.HeldNorm not in kinds_in(model)
+
+
+def test_the_search_holds_no_weights(model: Any) -> None:
+    """Fused linear layers replace them next: a copy of all would have no room."""
+    found = type(model)(model.args)
+    mx.eval(found.parameters())
+    list(fused_rotary._found_in(found))
+    before = mx.get_active_memory()
+    for name, one in tree_flatten(found.parameters()):
+        if name.endswith("proj.weight"):
+            found.load_weights([(name, mx.zeros_like(one))], strict=False)
+            mx.eval(found.parameters())
+    assert mx.get_active_memory() <= before
+
+
+class Fails(Other):
+    """It takes its cache's place for a number of Python, or raises what MLX never does."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        super().__init__(is_scaled=True)
+        self.kind = kind
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        if isinstance(cache[0].offset, mx.array):
+            raise self.kind("it has no number")
+        return super().__call__(tokens, cache)
+
+
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, OSError])
+def test_a_model_that_cannot_be_compared_is_as_before(
+    kind: type[Exception], launch: CppLaunch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What such a fault may be is known; any other one goes on, and leaves no change behind."""
+    model = Fails(kind)
+    change = chosen(model, launch)
+    if kind is OSError:
+        with pytest.raises(OSError, match="no number"):
+            install(model, [change])
+    else:
+        with caplog.at_level(logging.WARNING):
+            install(model, [change])
+        assert "no number" in caplog.text
     assert fused_rotary.HeldNorm not in kinds_in(model)
 
 

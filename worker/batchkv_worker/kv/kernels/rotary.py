@@ -17,6 +17,7 @@ from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import Constant, Launch, Run
 
 _SIMD = 32  # threads
+FEW_NUMBERS = 8  # of an array: Metal binds fewer in another address space, by another source
 MOST_SIZE = 512  # of a head: a thread keeps a 32nd of it
 
 ROTARY = Body(
@@ -66,14 +67,14 @@ class RotaryKernel:
 
         They are given as ``[rows, 1, heads, size]``, in one dtype with the norms' ``weights``.
         ``frequencies`` (float32, ``[turned]``) times a row's place in ``offsets`` (int32,
-        ``[rows]``) is the angle of each pair.
+        ``[rows]``) is the angle of each pair. All arrays but queries and keys lie in one piece.
         """
         rows, _, heads, size = queries.shape
         kv_heads = keys.shape[2]
-        key = turn, heads, queries.dtype
+        key = turn, heads, queries.dtype, rows < FEW_NUMBERS
         run = self.runs.get(key)
         if run is None:
-            run = self.runs[key] = self.launch(ROTARY, _constants(turn, heads, queries.dtype))
+            run = self.runs[key] = self.launch(ROTARY, _constants(*key))
         shapes: Any = [(rows, heads, 1, size), (rows, kv_heads, 1, size)]
         inputs = [queries, keys, *weights, frequencies, offsets]
         grid = (heads + kv_heads) * _SIMD, rows, 1
@@ -81,7 +82,8 @@ class RotaryKernel:
         return found[0], found[1]
 
 
-def _constants(turn: Turn, heads: int, dtype: mx.Dtype) -> tuple[Constant, ...]:
+def _constants(turn: Turn, heads: int, dtype: mx.Dtype, is_few: bool) -> tuple[Constant, ...]:
+    """``is_few``: fewer rows than FEW_NUMBERS. Else both would be kernels of one name."""
     query_bits, key_bits = (
         struct.unpack("<i", struct.pack("<f", epsilon))[0] for epsilon in turn.epsilons
     )
@@ -93,4 +95,5 @@ def _constants(turn: Turn, heads: int, dtype: mx.Dtype) -> tuple[Constant, ...]:
         ("QUERY_HEADS", heads),
         ("QUERY_EPS", query_bits),
         ("KEY_EPS", key_bits),
+        ("FEW_ROWS", int(is_few)),
     )

@@ -139,6 +139,9 @@ class FuseLinears:
                 undo()
                 raise
             log.warning("linear layers are not fused: %s", fault)
+        except BaseException:
+            undo()
+            raise
         mx.clear_cache()  # the former weights take as much as the model
         if not is_right:
             undo()

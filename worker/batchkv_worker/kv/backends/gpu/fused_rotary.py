@@ -12,6 +12,7 @@ it was. Where a call turns out not to be a decode step's, the norm is computed w
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,10 @@ log = logging.getLogger("batchkv.engine")
 _TOKENS = ((1, 3, 2, 1), (2, 0, 1, 3))  # of two rows, one after the other
 _MARGIN = 1.1  # by which one kernel has to be faster
 _TIMES = 8  # layers that are timed together
+_MOST_TOKENS = 30_000  # before a token whose results are compared
+
+# A model may take its cache for another than the comparison's, and fail in any of these ways.
+_FAULTS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
 
 Names = tuple[str, str, str]  # of the queries' norm, of the keys', and of the positions
 
@@ -145,12 +150,16 @@ class FuseRotary:
             if is_right and not done:  # by a stored result
                 self._fuse(model, done)
             if not is_right:
-                log.warning("norms and positions by one kernel give other answers: not used")
-        except (ValueError, RuntimeError) as fault:
+                log.warning("one kernel for norms and positions does not agree: not used")
+        except _FAULTS as fault:
             if is_device_fault(fault):
                 undo()
                 raise
+            is_right = False
             log.warning("norms and positions are not computed by one kernel: %s", fault)
+        except BaseException:
+            undo()
+            raise
         if not is_right:
             undo()
             return undo_all([])
@@ -177,7 +186,7 @@ def choose(model: Any, rows: int, launch: Launch, measurements: Measurements) ->
         layers = measurements.of(
             ROTARY_LAYERS, lambda: _faster_layers(model, rows, launch), _layers_codec(model)
         )
-    except (ValueError, RuntimeError) as fault:
+    except _FAULTS as fault:
         if is_device_fault(fault):
             raise
         log.warning("norms and positions are not computed by one kernel: %s", fault)
@@ -234,7 +243,7 @@ class _Found:
 
 def _found_in(model: Any) -> Iterator[_Found]:
     """Layers that call two norms, and then one module for both of their results' positions."""
-    calls: list[tuple[Any, mx.array]] = []
+    calls: list[tuple[Any, _Input]] = []
     with _watched(model, calls):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     times = Counter(id(module) for module, _ in calls)
@@ -245,7 +254,7 @@ def _found_in(model: Any) -> Iterator[_Found]:
             and again is rope
             and (times[id(query)], times[id(key)], times[id(rope)]) == (1, 1, 2)
         )
-        if not is_pattern or not q.ndim == k.ndim == x.ndim == y.ndim == 4:
+        if not is_pattern or {len(one.shape) for one in (q, k, x, y)} != {4}:
             continue
         if not q.dtype == k.dtype == query.weight.dtype == key.weight.dtype:
             continue
@@ -268,18 +277,27 @@ def _turn_of(norms: tuple[Any, Any], rope: Any) -> Turn:
 
 
 def _frequencies(rope: Any) -> mx.array:
-    """Radians a position, of each pair; as ``mx.fast.rope`` has them."""
-    pairs = range(rope.dims // 2)
-    return mx.array([rope.scale * rope.base ** (-2 * pair / rope.dims) for pair in pairs])
+    """Radians a position, of each pair, rounded as ``mx.fast.rope`` rounds them on GPUs."""
+    count = rope.dims // 2
+    powers = mx.arange(count, dtype=mx.float32) / count * math.log2(rope.base)
+    return rope.scale * mx.power(2.0, -powers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What is noted of an array. The array itself would hold on to all weights before it."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
 
 
 @contextmanager
-def _watched(model: Any, calls: list[tuple[Any, mx.array]]) -> Iterator[None]:
+def _watched(model: Any, calls: list[tuple[Any, _Input]]) -> Iterator[None]:
     """Inside the block, record the calls of norms and positions, and their inputs."""
 
     def watched(kind: type[Any]) -> type[Any]:
         def call(self: Any, x: mx.array, *rest: Any, **named: Any) -> Any:
-            calls.append((self, x))
+            calls.append((self, _Input(x.shape, x.dtype)))
             return kind.__call__(self, x, *rest, **named)
 
         return type(kind.__name__, (kind,), {"__call__": call})
@@ -332,7 +350,7 @@ def _is_faster(shape: _Shape, rows: int, launch: Launch) -> bool:
     rope = nn.RoPE(2 * turn.turned, traditional=turn.neighbours)
     weights = norms[0].weight, norms[1].weight
     kernel, frequencies = RotaryKernel(launch), _frequencies(rope)
-    offsets = mx.arange(rows, dtype=mx.int32) * 7
+    offsets = mx.arange(rows, dtype=mx.int32) * (_MOST_TOKENS // rows)
     given = [
         mx.random.normal((rows, 1, heads, turn.size)).astype(shape.dtype)
         for heads in (shape.heads, shape.kv_heads)
