@@ -155,9 +155,9 @@ def test_the_slow_worker_is_named(tab: tuple[Tab, str], redis_server: RedisServe
 def test_a_speed_that_is_not_measured_yet_is_no_zero(
     tab: tuple[Tab, str], redis_server: RedisServer
 ) -> None:
-    """A worker with rows and without a measured speed shows none; an idle one shows 0, as the sum.
+    """A worker with rows and without a measured speed shows none, and so does the sum with it.
 
-    An idle one still reports the speed and the slots of its last rows.
+    An idle one shows 0. It still reports the speed and the slots of its last rows.
     """
     page, _ = tab
     wip = redis_keys.registry("wip", redis_keys.queue_name("fake"))
@@ -179,9 +179,10 @@ def test_a_speed_that_is_not_measured_yet_is_no_zero(
             "document.querySelector('[aria-labelledby=worker-rests]').textContent"
         )
         page.run("location.hash = '#/'")
-        page.wait("document.querySelector('.tile dd')?.textContent === '0 tok/s'")
+        page.wait("document.querySelector('.tile dd')?.textContent === '\N{EN DASH}'")
         connection.zrem(wip, "held:1")
         connection.delete(redis_keys.job("held"))
+        page.wait("document.querySelector('.tile dd')?.textContent === '0 tok/s'")
 
 
 def test_failures_are_as_new_as_their_count(tab: tuple[Tab, str]) -> None:

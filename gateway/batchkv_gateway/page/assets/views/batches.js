@@ -48,12 +48,15 @@ function shownBatches() {
 
 function totals(batches) {
   const live = app.workers.filter((worker) => !worker.is_away);
+  const speeds = live.map(speedNow);
+  const known = speeds.reduce((all, one) => all + (one ?? 0), 0);
+  const isUnknown = !known && speeds.includes(undefined); // its first rows are under way
   const open = batches.filter((batch) => !batch.is_done);
   const sum = (items, field) => items.reduce((all, item) => all + (item[field] ?? 0), 0);
   return h(
     "dl",
     { key: "tiles", class: "tiles" },
-    tile("Speed", rate(live.reduce((all, worker) => all + (speedNow(worker) ?? 0), 0))),
+    tile("Speed", rate(isUnknown ? null : known)),
     tile("Rows held", count(sum(open, "running")), "", HELD),
     tile("Rows queued", count(sum(open, "queued"))),
     tile("Workers", count(live.length), workerNote(live)),
