@@ -54,7 +54,7 @@ from batchkv_worker.kv.kernels.body import Body  # noqa: E402
 from batchkv_worker.kv.kernels.decode import DecodeKernels  # noqa: E402
 from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size  # noqa: E402
 from batchkv_worker.kv.kernels.layout import RecordLayout  # noqa: E402
-from batchkv_worker.kv.kernels.plain import PlainKernels  # noqa: E402
+from batchkv_worker.kv.kernels.plain import PlainKernels, plain_rotary  # noqa: E402
 from batchkv_worker.kv.layers import step_graphs  # noqa: E402
 from batchkv_worker.kv.layers.contract import Chunk  # noqa: E402
 from batchkv_worker.kv.layers.discover import discover  # noqa: E402
@@ -68,7 +68,6 @@ from batchkv_worker.kv.types import Pieces  # noqa: E402
 SCHEMES = ("float", "affine8", "turbo4", "float kernel", "affine8 kernel")
 PARTS = ("decode", "shared", "chunk", "insert")
 LAYERS, ROWS, PROMPTS = 36, 32, 4
-EPSILON = 1e-6  # of norms
 PREFIX, OWN, CHUNK = 64, 32, 32  # tokens
 _VIEWS = {"Slice", "Reshape", "Broadcast", "Transpose", "ExpandDims", "Squeeze", "Flatten"}
 _VIEWS |= {"Unflatten", "View", "AsStrided", "Split", "StopGradient"}
@@ -137,24 +136,13 @@ def _launch(body: Body, constants: tuple[Constant, ...]) -> Run:
 
 def _launch_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
     """Norms and positions: plain operations at start, and one launch where graphs are a GPU's."""
-    turned = 2 * dict(constants)["TURNED"]
+    plain, launched = plain_rotary(body, constants), _launch(body, constants)
 
     def run(
         inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]:
-        if HostKernels.graph is not None:
-            return HostKernels.graph.launch(inputs, outputs)
-        *heads, of_queries, of_keys, frequencies, offsets = inputs
-        how: Any = {"traditional": False, "base": None, "scale": 1.0, "freqs": 1 / frequencies}
-        return [
-            mx.fast.rope(
-                mx.fast.rms_norm(x, weights, EPSILON).transpose(0, 2, 1, 3),
-                turned,
-                offset=offsets,
-                **how,
-            )
-            for x, weights in zip(heads, (of_queries, of_keys), strict=True)
-        ]
+        way = plain if HostKernels.graph is None else launched
+        return way(inputs, grid, group, outputs)
 
     return run
 
@@ -179,7 +167,7 @@ def build_model(layers: int) -> Any:
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=32,
-        rms_norm_eps=EPSILON,
+        rms_norm_eps=1e-6,
         vocab_size=128,
         rope_theta=1e6,
         tie_word_embeddings=True,

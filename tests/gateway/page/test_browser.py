@@ -259,22 +259,26 @@ def test_only_rows_that_can_be_retried_are_counted(
     assert "were queued again." not in page.text() and page.run(f"!{button}")
 
 
+def two_rows(connection: Redis, folder: Path, model: str) -> str:
+    """Queue a batch of two rows; its id."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    return Client(connection).submit(prompts, model=model).batch_id
+
+
 def test_rows_that_a_worker_has_taken_are_held(
     tab: tuple[Tab, str], redis_server: RedisServer, tmp_path: Path
 ) -> None:
     """Whether it has begun them is not known. The page says what the word means."""
     page, _ = tab
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with redis_server.connect() as connection:
-        client = Client(connection)
-        batch_id = client.submit(prompts, model="taken").batch_id
+        batch_id = two_rows(connection, tmp_path, "taken")
         Transitions(connection).pull(redis_keys.queue_name("taken"), "w", 1, 60)
         page.run(f"location.hash = '#/batches/{batch_id}'")
         page.wait("/1 queued \\+ 1 held/.test(document.querySelector('.sum')?.innerText)")
         page.wait("document.querySelector('.rows .busy')?.textContent === 'held'")
         assert "now or next" in page.run("document.querySelector('.sum').title")
-        client.forget(batch_id)
+        Client(connection).forget(batch_id)
 
 
 def test_the_speed_of_a_batch_has_no_pauses(
@@ -282,10 +286,8 @@ def test_the_speed_of_a_batch_has_no_pauses(
 ) -> None:
     """A row that was retried an hour after the others does not make the batch an hour slow."""
     page, _ = tab
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with redis_server.connect() as connection:
-        batch_id = Client(connection).submit(prompts, model="paused").batch_id
+        batch_id = two_rows(connection, tmp_path, "paused")
         queue, moves = redis_keys.queue_name("paused"), Transitions(connection)
         ends = []
         for row, ago in zip(moves.pull(queue, "w", 2, 60), (3600, 0), strict=True):

@@ -20,6 +20,7 @@ from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import Constant, Launch, Run
+from batchkv_worker.kv.kernels.plain import plain_rotary
 from batchkv_worker.kv.kernels.rotary import ROTARY
 from worker.kv.crowd import Crowd, model_of, random_prompt
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
@@ -90,22 +91,6 @@ def test_whole_engines_give_the_same_tokens_both_ways(launch: CppLaunch, model: 
     assert launch.counts[ROTARY.name] == count + steps
 
 
-def by_operations(body: Body, constants: tuple[Constant, ...]) -> Run:
-    """The kernel's results as operations of MLX, which can be traced."""
-    given: dict[str, Any] = dict(constants)
-    epsilons = [mx.array(given[name]).view(mx.float32).item() for name in ("QUERY_EPS", "KEY_EPS")]
-
-    def run(inputs: list[mx.array], *_: Any) -> list[mx.array]:
-        *heads, of_queries, of_keys, frequencies, offsets = inputs
-        how: Any = {"traditional": bool(given["NEIGHBOURS"]), "base": None, "scale": 1.0}
-        how |= {"freqs": 1 / frequencies, "offset": offsets}
-        three = zip(heads, (of_queries, of_keys), epsilons, strict=True)
-        normed = (mx.fast.rms_norm(*one).transpose(0, 2, 1, 3) for one in three)
-        return [mx.fast.rope(x, 2 * given["TURNED"], **how) for x in normed]
-
-    return run
-
-
 def test_steps_that_are_replayed_have_it_too(launch: CppLaunch, model: Any) -> None:
     """A step's graph is traced with the kernel in it, and used again for the next steps."""
 
@@ -115,7 +100,7 @@ def test_steps_that_are_replayed_have_it_too(launch: CppLaunch, model: Any) -> N
         crowd.drain()
         return [crowd.tokens(f"row {row}") for row in range(2)]
 
-    backend = backend_of(by_operations, replays=True)
+    backend = backend_of(plain_rotary, replays=True)
     crowd: Any = Crowd(model, path="folded", backend=backend)
     heads = heads_in(model)[0]
     before = heads.num_fused

@@ -17,9 +17,9 @@ from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.attention.shared_prefix import PartialAttention, attend_partial
 from batchkv_worker.kv.backends.contract import RecordKernels
 from batchkv_worker.kv.kernels.decode import Partials
+from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS
 from batchkv_worker.kv.types import PackedKV, Parts
 
-LEAST_NUMBERS = 8  # of an array: Metal binds those of fewer in another address space
 _LEAST_ROWS = LEAST_NUMBERS  # of small arrays with a number or more for each row
 
 

@@ -105,7 +105,7 @@ class RecordKernels(Protocol):
         with numbers of the layer's dtype. ``places`` (int32, ``[count, 4]``, perhaps of more rows)
         has of each row its number in the group, the first of its columns, the one after its last,
         and what is added to a column for its token's place in time. Other columns are 0. No array
-        may have fewer numbers than ``records.LEAST_NUMBERS``.
+        may have fewer numbers than ``launch.LEAST_NUMBERS``.
         """
 
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -93,6 +94,30 @@ def swap_class(module: Any, kind: type[Any], **held: Any) -> Undo:
             delattr(module, name)
 
     return undo
+
+
+@contextmanager
+def watched(
+    model: Any, kinds: Sequence[type[Any]], note: Callable[[Any, Any], object]
+) -> Iterator[None]:
+    """Inside the block, ``note`` gets each call of a layer of these kinds: layer and input.
+
+    An array that is kept holds on to all weights before it.
+    """
+
+    def noting(kind: type[Any]) -> type[Any]:
+        def call(self: Any, x: Any, *rest: Any, **named: Any) -> Any:
+            note(self, x)
+            return kind.__call__(self, x, *rest, **named)
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    noted = {kind: noting(kind) for kind in kinds}
+    layers = {id(layer): layer for layer in model.modules() if type(layer) in noted}
+    with ExitStack() as stack:
+        for layer in layers.values():
+            stack.callback(swap_class(layer, noted[type(layer)]))
+        yield
 
 
 def undo_all(undos: Sequence[Undo]) -> Undo:

@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body, included, source_text
 
+LEAST_NUMBERS = 8  # of an array: Metal binds those of fewer in another address space
+
 Constant = tuple[str, int | mx.Dtype]
 Size = tuple[int, int, int]
 Output = tuple[tuple[int, ...], mx.Dtype]

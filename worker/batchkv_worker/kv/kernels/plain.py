@@ -5,11 +5,15 @@ Numbers are unpacked and multiplied in float32. Nothing here is fast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.decode import Partials
+from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.types import Parts
 
@@ -111,3 +115,21 @@ class PlainKernels:
         for row, (place, low, high, shift) in enumerate(places.tolist()[:count]):
             found[row, :, low:high] = whole[place, :, low + shift : high + shift]
         return found
+
+
+def plain_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
+    """Implements ``Launch`` for ``rotary.ROTARY``, in a form that MLX can trace."""
+    given: dict[str, Any] = dict(constants)
+    epsilons = [mx.array(given[name]).view(mx.float32).item() for name in ("QUERY_EPS", "KEY_EPS")]
+
+    def run(
+        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+    ) -> list[mx.array]:
+        *heads, of_queries, of_keys, frequencies, offsets = inputs
+        how: Any = {"traditional": bool(given["NEIGHBOURS"]), "base": None, "scale": 1.0}
+        how |= {"freqs": 1 / frequencies, "offset": offsets}
+        three = zip(heads, (of_queries, of_keys), epsilons, strict=True)
+        normed = (mx.fast.rms_norm(*one).transpose(0, 2, 1, 3) for one in three)
+        return [mx.fast.rope(x, 2 * given["TURNED"], **how) for x in normed]
+
+    return run

@@ -14,10 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body
-from batchkv_worker.kv.kernels.launch import Constant, Launch, Run
+from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS, Constant, Launch, Run
 
 _SIMD = 32  # threads
-FEW_NUMBERS = 8  # of an array: Metal binds fewer in another address space, by another source
 MOST_SIZE = 512  # of a head: a thread keeps a 32nd of it
 
 ROTARY = Body(
@@ -71,7 +70,7 @@ class RotaryKernel:
         """
         rows, _, heads, size = queries.shape
         kv_heads = keys.shape[2]
-        key = turn, heads, queries.dtype, rows < FEW_NUMBERS
+        key = turn, heads, queries.dtype, rows < LEAST_NUMBERS
         run = self.runs.get(key)
         if run is None:
             run = self.runs[key] = self.launch(ROTARY, _constants(*key))
@@ -83,7 +82,7 @@ class RotaryKernel:
 
 
 def _constants(turn: Turn, heads: int, dtype: mx.Dtype, is_few: bool) -> tuple[Constant, ...]:
-    """``is_few``: fewer rows than FEW_NUMBERS. Else both would be kernels of one name."""
+    """``is_few``: fewer rows than LEAST_NUMBERS, for which Metal needs a kernel of its own."""
     query_bits, key_bits = (
         struct.unpack("<i", struct.pack("<f", epsilon))[0] for epsilon in turn.epsilons
     )

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.attention import records
 from batchkv_worker.kv.backends.contract import RecordKernels
+from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.contract import PrefillLayer
@@ -77,7 +78,7 @@ class RecordSlots(AttentionSlots):
     def admit_group(self, rows: Arrivals, write: int, source: PrefillLayer) -> bool:
         assert isinstance(source, AttentionPrefill)
         keys, values = self._packed.split(tuple(source.arrays))
-        if min(part.size for part in (*keys, *values)) < records.LEAST_NUMBERS:
+        if min(part.size for part in (*keys, *values)) < LEAST_NUMBERS:
             return False
         self._wait()
         (buffer,) = self._keys

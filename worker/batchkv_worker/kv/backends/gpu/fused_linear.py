@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -37,7 +36,7 @@ from batchkv_worker.kv.backends.measurements import (
     Codec,
     Measurements,
 )
-from batchkv_worker.kv.backends.rebind import swap_class, undo_all
+from batchkv_worker.kv.backends.rebind import swap_class, undo_all, watched
 
 log = logging.getLogger("batchkv.engine")
 
@@ -217,7 +216,7 @@ def _logits(model: Any) -> mx.array:
 def _of_one_input(model: Any) -> list[tuple[LayerSignature, list[Any]]]:
     """Similar layers that receive the same array, in the order of their calls."""
     calls: list[tuple[mx.array, Any]] = []
-    with _watched(model, calls):
+    with watched(model, [*_FUSED], lambda layer, x: calls.append((x, layer))):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     times = Counter(id(layer) for _, layer in calls)
     found: dict[tuple[int, LayerSignature], list[Any]] = {}
@@ -225,32 +224,13 @@ def _of_one_input(model: Any) -> list[tuple[LayerSignature, list[Any]]]:
         if times[id(layer)] == 1 and _multiplies_as_given(layer, x):
             like = joint_product.signature_of(layer, x)
             found.setdefault((id(x), like), []).append(layer)
-    calls.clear()  # the arrays hold on to all weights, and the classes that noted them live on
+    calls.clear()  # the classes that noted them live on
     return [(like, group) for (_, like), group in found.items() if len(group) > 1]
 
 
 def _multiplies_as_given(layer: Any, x: mx.array) -> bool:
     """Whether neither input nor weights are converted first."""
     return isinstance(layer, nn.QuantizedLinear) or layer.weight.dtype == x.dtype
-
-
-@contextmanager
-def _watched(model: Any, calls: list[tuple[mx.array, Any]]) -> Iterator[None]:
-    """Inside the block, record the inputs of linear layers."""
-
-    def watched(kind: type[nn.Module]) -> type[nn.Module]:
-        def call(self: Any, x: mx.array) -> Any:
-            calls.append((x, self))
-            return kind.__call__(self, x)
-
-        return type(kind.__name__, (kind,), {"__call__": call})
-
-    kinds = {kind: watched(kind) for kind in _FUSED}
-    layers = {id(layer): layer for layer in model.modules() if type(layer) in kinds}
-    with ExitStack() as stack:
-        for layer in layers.values():
-            stack.callback(swap_class(layer, kinds[type(layer)]))
-        yield
 
 
 def _fuse(group: Sequence[Any], rows: int, done: list[Undo]) -> None:

@@ -15,7 +15,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,7 @@ from batchkv_worker.kv.backends.measurements import (
     Codec,
     Measurements,
 )
-from batchkv_worker.kv.backends.rebind import swap_class, undo_all
+from batchkv_worker.kv.backends.rebind import swap_class, undo_all, watched
 from batchkv_worker.kv.backends.timing import gain
 from batchkv_worker.kv.kernels.launch import Launch
 from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
@@ -244,7 +243,11 @@ class _Found:
 def _found_in(model: Any) -> Iterator[_Found]:
     """Layers that call two norms, and then one module for both of their results' positions."""
     calls: list[tuple[Any, _Input]] = []
-    with _watched(model, calls):
+
+    def note(layer: Any, x: mx.array) -> None:
+        calls.append((layer, _Input(x.shape, x.dtype)))
+
+    with watched(model, (nn.RMSNorm, nn.RoPE), note):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     times = Counter(id(module) for module, _ in calls)
     for place in range(len(calls) - 3):
@@ -285,29 +288,10 @@ def _frequencies(rope: Any) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What is noted of an array. The array itself would hold on to all weights before it."""
+    """What is noted of an array."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
-
-
-@contextmanager
-def _watched(model: Any, calls: list[tuple[Any, _Input]]) -> Iterator[None]:
-    """Inside the block, record the calls of norms and positions, and their inputs."""
-
-    def watched(kind: type[Any]) -> type[Any]:
-        def call(self: Any, x: mx.array, *rest: Any, **named: Any) -> Any:
-            calls.append((self, _Input(x.shape, x.dtype)))
-            return kind.__call__(self, x, *rest, **named)
-
-        return type(kind.__name__, (kind,), {"__call__": call})
-
-    kinds = {kind: watched(kind) for kind in (nn.RMSNorm, nn.RoPE)}
-    modules = {id(one): one for one in model.modules() if type(one) in kinds}
-    with ExitStack() as stack:
-        for module in modules.values():
-            stack.callback(swap_class(module, kinds[type(module)]))
-        yield
 
 
 # -- whether they are right, and faster
