@@ -7,19 +7,20 @@
 A model folder of random weights is made, and the sides run one after the other, in turns:
 
 - ``run``: ``batchkv run``, which starts and ends its worker; ``workers1``, ``workers2``: workers
-  that are ready, then ``submit`` and ``wait``. Each on an embedded server of its own. Timed is from
-  the moment at which the first row is running to the one at which the last has ended, as the
-  server tells: starting, loading and measuring are told apart.
+  that are ready, then ``submit`` and ``wait``; ``tiered2``, if named: two workers that share a
+  Redis tier. Each on an embedded server of its own. Timed is from the moment at which the first row
+  is running to the one at which the last has ended, as the server tells: starting, loading and
+  measuring are told apart.
 - ``engine``: the engine that such a worker builds, with all rows at once and no queue.
 - ``mlx``: mlx-lm's BatchGenerator with as many slots. ``floor``: bare forward passes of the same
   tokens (see product/product_sides.py).
 
 Every measurement is of new processes, those of all sides alike. With the first turn, which is not
-counted, kernels are compiled into the caches on disk that later processes use; what a process has
-to prepare for itself counts for each side, but for the floor, which does it untimed. Only in that
-turn workers are traced and memory is watched, for both cost time: the second table has the shares
-of the engine's thread by phase. On a GPU what a decode step waits for is told apart there from the
-chunks of prompts before it.
+counted, kernels are compiled into the caches on disk that later processes use, and choices are
+measured that later processes find; what a process has to prepare for itself counts for each side,
+but for the floor, which does it untimed. Only in that turn workers are traced and memory is
+watched, for both cost time: the second table has the shares of the engine's thread by phase. On a
+GPU what a decode step waits for is told apart there from the chunks of prompts before it.
 ``--before`` has the workers and the sides without a queue compute other rows first, untimed.
 
 Settings for the product and the engine: ``--set prefill-chunk=2048`` is BATCHKV_PREFILL_CHUNK.
@@ -44,12 +45,15 @@ sys.path.insert(0, str(Path(__file__).parent / "product"))
 import product_parts as parts
 from product_queue import BEFORE, Lines, Product, TooLong, Watch, run_command, told
 
+from batchkv_worker.kv.backends.measurements import FOLDER as MEASURED
 from batchkv_worker.trace import DECODE, IDLE, PREFILL, PREPARE, REDIS, START, STORE
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
 ALONE = ("engine", "mlx", "floor")
-SIDES = ("run", "workers1", "workers2", *ALONE)
+TIERED = "tiered"
+USUAL = ["run", "workers1", "workers2", *ALONE]
+SIDES = (*USUAL, f"{TIERED}2")
 WORKLOADS = ("shared", "gsm8k", "lognormal")
 SEED, SEED_BEFORE = 1, 2
 
@@ -84,7 +88,10 @@ class Bench:
         self._folder = folder
         kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
         settings = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
-        self._lines = Lines({**kept, **settings}, time.monotonic() + args.seconds_limit)
+        home = folder / "home"  # of the sides without a queue; what it measures serves all
+        self._measured = home / MEASURED
+        environment = {**kept, **settings, "BATCHKV_HOME": str(home)}
+        self._lines = Lines(environment, time.monotonic() + args.seconds_limit)
         self.found: Figures = {
             "shape": args.shape,
             "settings": settings,
@@ -147,10 +154,18 @@ class Bench:
         if side in ALONE:
             return alone(side, model, file, before, self._lines, is_observed=is_observed)
         devices = self._args.devices.split(",") if self._args.devices else []
-        with Product(self._lines, model, devices, is_observed=is_observed) as product:
+        product = Product(
+            self._lines,
+            model,
+            devices,
+            self._measured,
+            is_observed=is_observed,
+            has_tier=side.startswith(TIERED),
+        )
+        with product:
             if side == "run":
                 return product.run(file)
-            return product.serve(file, before, int(side.removeprefix("workers")))
+            return product.serve(file, before, int(side[-1]))
 
     def save(self) -> None:
         """What is known so far, whatever happens next."""
@@ -224,7 +239,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
     parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
-    parser.add_argument("--sides", type=sides, default=list(SIDES), help=",".join(SIDES))
+    parser.add_argument("--sides", type=sides, default=USUAL, help=",".join(SIDES))
     parser.add_argument("--per-group", type=int, help="rows behind shared examples [40]")
     parser.add_argument("--groups", type=int, help=f"of such rows [{parts.GROUPS}]")
     parser.add_argument("--rows", type=int, help="of gsm8k [all], of lognormal [256]")

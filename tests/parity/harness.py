@@ -6,12 +6,14 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
 from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.sequence import Generation, Sequence
 from parity import matrix
 from parity.families import VOCABULARY
@@ -20,9 +22,17 @@ from support.tiny_models import GreedyStep
 from worker.kv.record_backends import WithRecords
 
 CHUNK = 32
-_KERNEL = WithRecords(columns_multiple=64, replays_steps=True)
 MOST_TIES = 3  # of one row
 MOST_STEPS = 5000  # an engine that has not ended by then never will
+
+
+@cache
+def kernel_backend() -> Backend:
+    """The device's own backend where that has kernels over records; on a CPU plain operations."""
+    found = choose_backend()
+    if isinstance(found, GpuBackend):
+        return found
+    return WithRecords(columns_multiple=64, replays_steps=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,7 @@ class Cell:
             prefix_bytes=prefix_bytes,
             path=path,
             group_cost=16,  # rows of unequal length are cut into many groups
-            backend=_KERNEL if path == "kernel" else self._backend(path),
+            backend=kernel_backend() if path == "kernel" else self._backend(path),
         )
         return Engine(tiny_models.loaded(self.model), config)
 

@@ -25,12 +25,14 @@ from redis import Redis
 from batchkv_producer import Client
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
+from batchkv_worker.kv.backends.measurements import FOLDER as MEASURED
 from batchkv_worker.trace import END, ENGINE, LOAD, MEASURE, REDIS, START
 
 CLI = [sys.executable, "-P", "-m", "batchkv_producer"]
 READY = "the engine is ready"
 LOOK_SECONDS = 0.02  # how often to ask how a batch stands
 WATCH_SECONDS = 0.5  # how often to look at memory
+TIER_BYTES = 16 * 2**30
 
 BEFORE = (START, LOAD, MEASURE)
 Event = dict[str, Any]
@@ -125,10 +127,21 @@ def _host_mb() -> float:
 
 
 class Product:
-    """A home with its server, for one measurement."""
+    """A home with its server, for one measurement.
+
+    What workers measured at start is copied from and to ``measured``, so that later homes have it
+    as a user's second command does. ``has_tier``: the workers share blocks in one more server.
+    """
 
     def __init__(
-        self, lines: Lines, model: Path, devices: Sequence[str], *, is_observed: bool
+        self,
+        lines: Lines,
+        model: Path,
+        devices: Sequence[str],
+        measured: Path,
+        *,
+        is_observed: bool = False,
+        has_tier: bool = False,
     ) -> None:
         self._lines = lines
         self._is_observed = is_observed  # traced, and its memory watched: both cost time
@@ -136,18 +149,33 @@ class Product:
         self._devices = devices
         self._home = Path(tempfile.mkdtemp(prefix="bkv-home-", dir="/tmp"))
         self._environment = {**lines.environment, "BATCHKV_HOME": str(self._home)}
+        self._measured = measured
+        self._tier = Home(self._home / "tier") if has_tier else None
         self._workers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
+        if self._measured.exists():
+            shutil.copytree(self._measured, self._home / MEASURED)
+        if self._tier is not None:
+            url = server.ensure_running(self._tier)
+            self._environment["BATCHKV_CACHE"] = f"{url}?max={TIER_BYTES}"
         self._connection = Redis.from_url(server.ensure_running(Home(self._home)))
         self._client = Client(self._connection)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_workers()
+        self.end()
         self._connection.close()
         server.stop(Home(self._home))
+        if self._tier is not None:
+            server.stop(self._tier)
+        self.keep_measured()
         shutil.rmtree(self._home, ignore_errors=True)
+
+    def keep_measured(self) -> None:
+        """Copy what workers measured, for homes to come."""
+        if (self._home / MEASURED).exists():
+            shutil.copytree(self._home / MEASURED, self._measured, dirs_exist_ok=True)
 
     def run(self, file: Path) -> Figures:
         """``batchkv run``, timed from its first row to its last."""
@@ -166,27 +194,37 @@ class Product:
     def serve(self, file: Path, before: Path | None, num_workers: int) -> Figures:
         """So many workers, all ready; then ``submit`` and ``wait``, timed in the same way."""
         begun = time.monotonic()
+        self.start(num_workers)
+        ready = time.monotonic()
+        if before is not None:
+            self._submit_and_wait(before)
+        found = self.compute(file)
+        found["start_seconds"] = ready - begun
+        self.end()
+        traces = [self._home / f"trace-{number}.json" for number in range(num_workers)]
+        return self._with_shares(found, traces)
+
+    def start(self, num_workers: int) -> None:
+        """Start so many workers, and wait until all are ready."""
         logs = [self._start_worker(number) for number in range(num_workers)]
         while not all(READY in log.read_text("utf-8", "replace") for log in logs):
             self._check_workers(logs)
             time.sleep(0.1)
-        ready = time.monotonic()
-        if before is not None:
-            self._submit_and_wait(before)
+
+    def compute(self, file: Path) -> Figures:
+        """``submit`` and ``wait``, timed from the first row to the last."""
         asked = time.monotonic()
         found = self._timed(lambda: self._submit_and_wait(file))
-        found["start_seconds"] = ready - begun
         found["command_seconds"] = found.pop("end") - asked
         found["to_first_row_seconds"] = found.pop("first") - asked
-        self._end_workers()
-        traces = [self._home / f"trace-{number}.json" for number in range(num_workers)]
-        return self._with_shares(found, traces)
+        return found
 
     def _with_shares(self, found: Figures, traces: Sequence[Path]) -> Figures:
         window = found.pop("window")
         return found | told(traces, *window) if self._is_observed else found
 
-    def _end_workers(self) -> None:
+    def end(self) -> None:
+        """End the workers."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.terminate()

@@ -39,26 +39,34 @@ def test_slots_follow_the_chip_and_the_memory(chip: str, gib: int, slots: int) -
     assert default_slots("metal", chip, gib * GIB) == slots
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_other_devices_have_the_usual_number(kind: str) -> None:
+def test_a_cpu_has_the_usual_number() -> None:
     """Neither a name nor a memory changes it."""
-    assert default_slots(kind) == default_slots(kind, "Apple M5", 8 * GIB) == 32
+    assert default_slots("cpu") == default_slots("cpu", "Apple M5", 512 * GIB) == 32
+
+
+@pytest.mark.parametrize(("gib", "slots"), [(0, 32), (12, 32), (16, 32), (24, 64), (80, 64)])
+def test_cuda_has_more_rows_where_its_memory_has_room(gib: int, slots: int) -> None:
+    """The name does not matter; memory of unknown size is taken for little."""
+    assert default_slots("cuda", "NVIDIA H100 80GB HBM3", gib * GIB) == slots
 
 
 @pytest.mark.parametrize(
-    ("info", "slots"),
+    ("kind", "info", "slots"),
     [
-        ({"device_name": "Apple M3 Ultra", "memory_size": 96 * GIB}, 64),
-        ({"device_name": "Apple M2", "memory_size": 8 * GIB}, 16),
-        ({}, 32),
-        ({"device_name": "Apple M2", "memory_size": "plenty"}, 32),
+        ("metal", {"device_name": "Apple M3 Ultra", "memory_size": 96 * GIB}, 64),
+        ("metal", {"device_name": "Apple M2", "memory_size": 8 * GIB}, 16),
+        ("metal", {}, 32),
+        ("metal", {"device_name": "Apple M2", "memory_size": "plenty"}, 32),
+        ("cuda", {"device_name": "NVIDIA H100 80GB HBM3", "total_memory": 80 * GIB}, 64),
+        ("cuda", {"device_name": "NVIDIA A2", "total_memory": 16 * GIB}, 32),
+        ("cuda", {}, 32),
     ],
 )
 def test_the_machine_is_asked_once_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, info: dict[str, Any], slots: int
+    monkeypatch: pytest.MonkeyPatch, kind: str, info: dict[str, Any], slots: int
 ) -> None:
     """MLX names chip and memory; what it does not name changes nothing."""
-    monkeypatch.setattr(module.device, "kind", lambda: "metal")
+    monkeypatch.setattr(module.device, "kind", lambda: kind)
     monkeypatch.setattr(mx, "device_info", lambda: info)
     assert slots_of_this_machine() == slots
 

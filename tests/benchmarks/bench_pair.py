@@ -1,0 +1,145 @@
+"""Two workers on two GPUs against one, and with a shared Redis tier against without.
+
+    python tests/benchmarks/bench_pair.py --shape 4b --devices 0,1 [--out FILE]
+    python tests/benchmarks/bench_pair.py --quick
+
+Three pools, each with a server of its own, stay up while rows of a workload are computed by one
+after the other, in turns: ``one`` worker, ``two`` workers, and ``tier``, two workers that share
+blocks in one more server. All settings are the defaults but for those of ``--set``. Each turn has
+other rows, the same for all pools: ``shared`` are 27 groups of 40 rows behind examples of their
+own, ``gsm8k`` the file's rows behind its eight examples and a word that only this turn has. Timed
+is from the moment at which the first row is running to the one at which the last has ended. The
+first turn is not counted. Exit code 1 when rows are missing, failed or too short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "product"))
+
+import product_parts as parts
+from product_queue import Lines, Product, run_command
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
+POOLS = {"one": 1, "two": 2, "tier": 2}
+RATIOS = (("one", "two"), ("tier", "two"))
+WORKLOADS = ("shared", "gsm8k")
+
+
+def rows_of(workload: str, turn: int, args: argparse.Namespace) -> list[parts.Line]:
+    """The rows of a turn; another turn has others."""
+    if workload == "shared":
+        return parts.shared(turn, args.per_group, args.groups)
+    lines = parts.gsm8k(args.data, args.rows)
+    for line in lines:
+        first = line["body"]["messages"][0]
+        first["content"] = f"This is turn {turn}. {first['content']}"
+    return lines
+
+
+def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Seconds of each pool by workload, and whether every row came whole."""
+    settings = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
+    lines = Lines({**kept, **settings}, time.monotonic() + args.seconds_limit)
+    model = (args.models or folder) / f"bench-{args.shape}"
+    script = Path(__file__).parent / "product" / "product_sides.py"
+    run_command([sys.executable, str(script), "make", str(model), args.shape], kept, lines)
+    devices = args.devices.split(",") if args.devices else []
+    found: dict[str, Any] = {"shape": args.shape, "settings": settings, "workloads": {}}
+    is_good = True
+    with ExitStack() as stack:
+        pools = {}
+        for name, num_workers in POOLS.items():
+            pool = Product(lines, model, devices, folder / "measured", has_tier=name == "tier")
+            pools[name] = stack.enter_context(pool)
+            pool.start(num_workers)
+            pool.keep_measured()
+        for turn in range(args.repeats + 1):
+            for workload in args.workload:
+                rows = rows_of(workload, turn, args)
+                file = folder / f"{workload}-{turn}.jsonl"
+                parts.write(file, rows)
+                generated = sum(row["body"]["max_tokens"] for row in rows)
+                for name in list(pools)[:: -1 if turn % 2 else 1]:
+                    once = pools[name].compute(file)
+                    is_good &= once["generated"] == generated
+                    note = "" if turn else " (not counted)"
+                    print(f"  {workload} {name:<5}{once['seconds']:>8.2f} s{note}", flush=True)
+                    known = found["workloads"].setdefault(workload, {}).setdefault(name, [])
+                    if turn:
+                        known.append({**once, "rows": len(rows)})
+                if args.out:
+                    args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return found, is_good
+
+
+def table(workload: str, pools: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Medians of the pools, and of the ratios of the turns."""
+    seconds = {name: [once["seconds"] for once in runs] for name, runs in pools.items()}
+    lines = [f"{workload}: {pools['one'][0]['rows']:,} rows a turn"]
+    for name, runs in seconds.items():
+        cached = statistics.median(once["cached"] for once in pools[name])
+        lines.append(f"{name:<6}{statistics.median(runs):>8.2f} s{cached:>12,.0f} cached tokens")
+    for above, below in RATIOS:
+        ratios = [a / b for a, b in zip(seconds[above], seconds[below], strict=True)]
+        shown = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
+        lines.append(f"{above} / {below}: {statistics.median(ratios):.2f} ({shown})")
+    return lines
+
+
+def arguments() -> argparse.Namespace:
+    def setting(text: str) -> tuple[str, str]:
+        name, _, value = text.partition("=")
+        return name, value
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
+    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
+    parser.add_argument("--per-group", type=int, help="rows behind shared examples [40]")
+    parser.add_argument("--groups", type=int, help=f"of such rows [{parts.GROUPS}]")
+    parser.add_argument("--rows", type=int, help="of gsm8k [320]")
+    parser.add_argument("--data", type=Path, default=DATA, help="where gsm8k_8shot.jsonl lies")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--devices", metavar="0,1", help="a GPU for each worker, by turns")
+    parser.add_argument("--seconds-limit", type=float, default=86_400.0, help="end by then")
+    parser.add_argument("--out", "--json", type=Path, help="numbers, after each measurement")
+    parser.add_argument("--quick", action="store_true", help="few rows, once")
+    args = parser.parse_args()
+    if args.quick:
+        args.groups, args.per_group = args.groups or 3, args.per_group or 4
+        args.rows, args.repeats = args.rows or 20, 1
+    args.groups, args.per_group = args.groups or parts.GROUPS, args.per_group or 40
+    args.rows = args.rows or 320
+    args.workload = args.workload or ["shared"]
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    folder = Path(tempfile.mkdtemp(prefix="bkv-bench-", dir="/tmp"))
+    try:
+        found, is_good = measure(args, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for workload, pools in found["workloads"].items():
+        print("\n".join(["", *table(workload, pools)]), flush=True)
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
