@@ -66,8 +66,8 @@ TABLE = (
         "slots", ("BATCHKV_SLOTS",), "--slots", ValueType.WHOLE, "auto", "", "rows", 1, 4096,
         metavar="N", help="Rows that decode at once.",
         run_help="Rows that a worker decodes at once, at most.",
-        about="rows that decode at once. `auto` is 32. On an M5, on an Ultra and with CUDA it is "
-        "64 if there are more than 16 GB of memory, on a Mac with 8 GB 16. "
+        about="rows that decode at once. `auto` is 32. With more than 16 GB of memory it is 64 on "
+        "an M5, on an Ultra and on CUDA. On a Mac with 8 GB it is 16. "
         "`batchkv workers --json` shows the number",
     ),
     Setting(
