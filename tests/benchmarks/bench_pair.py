@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "product"))
 
 import product_parts as parts
-from product_queue import Lines, Product, run_command
+from product_queue import Lines, Product, TooLong, run_command
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
@@ -49,8 +49,8 @@ def rows_of(workload: str, turn: int, args: argparse.Namespace) -> list[parts.Li
     return lines
 
 
-def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
-    """Seconds of each pool by workload, and whether every row came whole."""
+def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bool:
+    """Fill ``found`` with the times of each pool. Returns whether every row came whole."""
     settings = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
     kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
     lines = Lines({**kept, **settings}, time.monotonic() + args.seconds_limit)
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], boo
     script = Path(__file__).parent / "product" / "product_sides.py"
     run_command([sys.executable, str(script), "make", str(model), args.shape], kept, lines)
     devices = args.devices.split(",") if args.devices else []
-    found: dict[str, Any] = {"shape": args.shape, "settings": settings, "workloads": {}}
+    found |= {"shape": args.shape, "settings": settings, "workloads": {}}
     is_good = True
     with ExitStack() as stack:
         pools = {}
@@ -81,20 +81,22 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], boo
                     known = found["workloads"].setdefault(workload, {}).setdefault(name, [])
                     if turn:
                         known.append({**once, "rows": len(rows)})
-                if args.out:
-                    args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    return found, is_good
+                    if args.out:
+                        args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return is_good
 
 
 def table(workload: str, pools: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Medians of the pools, and of the ratios of the turns."""
-    seconds = {name: [once["seconds"] for once in runs] for name, runs in pools.items()}
+    seconds = {name: [once["seconds"] for once in runs] for name, runs in pools.items() if runs}
+    if len(seconds) < len(POOLS):
+        return [f"{workload}: not every pool was measured"]
     lines = [f"{workload}: {pools['one'][0]['rows']:,} rows a turn"]
     for name, runs in seconds.items():
         cached = statistics.median(once["cached"] for once in pools[name])
         lines.append(f"{name:<6}{statistics.median(runs):>8.2f} s{cached:>12,.0f} cached tokens")
     for above, below in RATIOS:
-        ratios = [a / b for a, b in zip(seconds[above], seconds[below], strict=True)]
+        ratios = [a / b for a, b in zip(seconds[above], seconds[below], strict=False)]
         shown = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
         lines.append(f"{above} / {below}: {statistics.median(ratios):.2f} ({shown})")
     return lines
@@ -120,6 +122,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", "--json", type=Path, help="numbers, after each measurement")
     parser.add_argument("--quick", action="store_true", help="few rows, once")
     args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error("--repeats is 1 or more")
     if args.quick:
         args.groups, args.per_group = args.groups or 3, args.per_group or 4
         args.rows, args.repeats = args.rows or 20, 1
@@ -132,8 +136,12 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     folder = Path(tempfile.mkdtemp(prefix="bkv-bench-", dir="/tmp"))
+    found: dict[str, Any] = {"workloads": {}}
     try:
-        found, is_good = measure(args, folder)
+        is_good = measure(args, folder, found)
+    except TooLong as fault:
+        is_good = False
+        print(f"ended before all was measured: {fault}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for workload, pools in found["workloads"].items():

@@ -91,6 +91,8 @@ class Bench:
         home = folder / "home"  # of the sides without a queue; what it measures serves all
         self._measured = home / MEASURED
         environment = {**kept, **settings, "BATCHKV_HOME": str(home)}
+        if args.devices:  # the sides without a queue, too, whose measurements serve all
+            environment["CUDA_VISIBLE_DEVICES"] = args.devices.split(",")[0]
         self._lines = Lines(environment, time.monotonic() + args.seconds_limit)
         self.found: Figures = {
             "shape": args.shape,

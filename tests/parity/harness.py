@@ -6,14 +6,13 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
+from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Backend
-from batchkv_worker.kv.backends.gpu.backend import GpuBackend
-from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.sequence import Generation, Sequence
 from parity import matrix
 from parity.families import VOCABULARY
@@ -22,17 +21,9 @@ from support.tiny_models import GreedyStep
 from worker.kv.record_backends import WithRecords
 
 CHUNK = 32
+_RECORDS_ON_CPU = WithRecords(columns_multiple=64, replays_steps=True)
 MOST_TIES = 3  # of one row
 MOST_STEPS = 5000  # an engine that has not ended by then never will
-
-
-@cache
-def kernel_backend() -> Backend:
-    """The device's own backend where that has kernels over records; on a CPU plain operations."""
-    found = choose_backend()
-    if isinstance(found, GpuBackend):
-        return found
-    return WithRecords(columns_multiple=64, replays_steps=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +143,17 @@ class Cell:
             prefix_bytes=prefix_bytes,
             path=path,
             group_cost=16,  # rows of unequal length are cut into many groups
-            backend=kernel_backend() if path == "kernel" else self._backend(path),
+            backend=self._backend(path),
         )
         return Engine(tiny_models.loaded(self.model), config)
 
     def _backend(self, path: str) -> Backend:
-        """What a start checks is the same for any number of slots, so the first engine checks."""
+        """What a start checks is the same for any number of slots, so the first engine checks.
+
+        A CPU has no kernels over records: plain operations take their place.
+        """
+        if path == "kernel" and device.kind() == "cpu":
+            return _RECORDS_ON_CPU
         return tiny_models.measured(self.model, self.scheme, 0, path)
 
     def engine(self, slots: int) -> Engine:

@@ -156,11 +156,15 @@ class Product:
     def __enter__(self) -> Self:
         if self._measured.exists():
             shutil.copytree(self._measured, self._home / MEASURED)
-        if self._tier is not None:
-            url = server.ensure_running(self._tier)
-            self._environment["BATCHKV_CACHE"] = f"{url}?max={TIER_BYTES}"
         self._connection = Redis.from_url(server.ensure_running(Home(self._home)))
         self._client = Client(self._connection)
+        if self._tier is not None:
+            try:
+                url = server.ensure_running(self._tier)
+            except BaseException:
+                self.__exit__()
+                raise
+            self._environment["BATCHKV_CACHE"] = f"{url}?max={TIER_BYTES}"
         return self
 
     def __exit__(self, *_: object) -> None:

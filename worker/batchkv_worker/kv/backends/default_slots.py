@@ -5,8 +5,8 @@ at their limit with 32 rows: more rows only wait. An M5 has neural accelerators,
 rows, and an Ultra has twice the cores. On Macs with 8 GB the dense copies and logits of
 32 rows take memory that macOS needs. 16 GB have room for 32 rows, but not for 64.
 
-On CUDA the host limits decoding: on an H100 a bare pass of 8 to 64 rows through a model of 4B takes
-10 to 14 ms, and more rows do not take longer. Small devices have no room for 64.
+On CUDA the host limits steps of short rows: on an H100 a bare pass through a model of 4B takes 10
+to 14 ms, for 8 rows as for 64. Small devices have no room for 64.
 """
 
 from __future__ import annotations
