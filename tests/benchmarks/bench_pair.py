@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -29,10 +28,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "product"))
 
 import product_parts as parts
-from product_queue import Lines, Product, TooLong, run_command
+from product_arguments import add_workers, environment_of, parsed, parser_of, settings_of
+from product_queue import Lines, Product, TooLong, made_model
 
-ROOT = Path(__file__).parents[2]
-DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
 POOLS = {"one": 1, "two": 2, "tier": 2}
 RATIOS = (("one", "two"), ("tier", "two"))
 WORKLOADS = ("shared", "gsm8k")
@@ -51,12 +49,9 @@ def rows_of(workload: str, turn: int, args: argparse.Namespace) -> list[parts.Li
 
 def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bool:
     """Fill ``found`` with the times of each pool. Returns whether every row came whole."""
-    settings = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
-    lines = Lines({**kept, **settings}, time.monotonic() + args.seconds_limit)
-    model = (args.models or folder) / f"bench-{args.shape}"
-    script = Path(__file__).parent / "product" / "product_sides.py"
-    run_command([sys.executable, str(script), "make", str(model), args.shape], kept, lines)
+    settings = settings_of(args)
+    lines = Lines(environment_of(settings), time.monotonic() + args.seconds_limit)
+    model = made_model(lines, args.models or folder, args.shape)
     devices = args.devices.split(",") if args.devices else []
     found |= {"shape": args.shape, "settings": settings, "workloads": {}}
     is_good = True
@@ -103,32 +98,11 @@ def table(workload: str, pools: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    def setting(text: str) -> tuple[str, str]:
-        name, _, value = text.partition("=")
-        return name, value
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
-    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    parser = parser_of(__doc__)
+    add_workers(parser)
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
-    parser.add_argument("--per-group", type=int, help="rows behind shared examples [40]")
-    parser.add_argument("--groups", type=int, help=f"of such rows [{parts.GROUPS}]")
     parser.add_argument("--rows", type=int, help="of gsm8k [320]")
-    parser.add_argument("--data", type=Path, default=DATA, help="where gsm8k_8shot.jsonl lies")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--devices", metavar="0,1", help="a GPU for each worker, by turns")
-    parser.add_argument("--seconds-limit", type=float, default=86_400.0, help="end by then")
-    parser.add_argument("--out", "--json", type=Path, help="numbers, after each measurement")
-    parser.add_argument("--quick", action="store_true", help="few rows, once")
-    args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error("--repeats is 1 or more")
-    if args.quick:
-        args.groups, args.per_group = args.groups or 3, args.per_group or 4
-        args.rows, args.repeats = args.rows or 20, 1
-    args.groups, args.per_group = args.groups or parts.GROUPS, args.per_group or 40
-    args.rows = args.rows or 320
+    args = parsed(parser, rows=320, quick_rows=20)
     args.workload = args.workload or ["shared"]
     return args
 

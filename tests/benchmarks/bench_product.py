@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -43,13 +42,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "product"))
 
 import product_parts as parts
-from product_queue import BEFORE, Lines, Product, TooLong, Watch, run_command, told
+from product_arguments import add_workers, environment_of, parsed, parser_of, settings_of
+from product_queue import (
+    BEFORE,
+    Lines,
+    Product,
+    TooLong,
+    Watch,
+    made_model,
+    run_command,
+    told,
+)
 
 from batchkv_worker.kv.backends.measurements import FOLDER as MEASURED
 from batchkv_worker.trace import DECODE, IDLE, PREFILL, PREPARE, REDIS, START, STORE
 
-ROOT = Path(__file__).parents[2]
-DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
 ALONE = ("engine", "mlx", "floor")
 TIERED = "tiered"
 USUAL = ["run", "workers1", "workers2", *ALONE]
@@ -86,11 +93,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args = args
         self._folder = folder
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("BATCHKV_")}
-        settings = {f"BATCHKV_{name.upper().replace('-', '_')}": value for name, value in args.set}
+        settings = settings_of(args)
         home = folder / "home"  # of the sides without a queue; what it measures serves all
         self._measured = home / MEASURED
-        environment = {**kept, **settings, "BATCHKV_HOME": str(home)}
+        environment = environment_of(settings) | {"BATCHKV_HOME": str(home)}
         if args.devices:  # the sides without a queue, too, whose measurements serve all
             environment["CUDA_VISIBLE_DEVICES"] = args.devices.split(",")[0]
         self._lines = Lines(environment, time.monotonic() + args.seconds_limit)
@@ -103,12 +109,8 @@ class Bench:
         self.is_good = True
 
     def make_model(self) -> Path:
-        """The model's folder, made by a process of its own: this one holds no device memory."""
-        model = (self._args.models or self._folder) / f"bench-{self._args.shape}"
-        script = Path(__file__).parent / "product" / "product_sides.py"
-        command = [sys.executable, str(script), "make", str(model), self._args.shape]
-        run_command(command, self._lines.environment, self._lines)
-        return model
+        """The model's folder."""
+        return made_model(self._lines, self._args.models or self._folder, self._args.shape)
 
     def rows(self, workload: str, seed: int) -> list[parts.Line]:
         """The rows of a workload; another seed gives others of the same kind."""
@@ -227,40 +229,23 @@ def phases(found: Figures) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    def setting(text: str) -> tuple[str, str]:
-        name, _, value = text.partition("=")
-        return name, value
-
     def sides(text: str) -> list[str]:
         found = text.split(",")
         if unknown := set(found) - set(SIDES):
             raise argparse.ArgumentTypeError(f"no such side: {', '.join(sorted(unknown))}")
         return found
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
-    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    parser = parser_of(__doc__)
+    add_workers(parser)
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
     parser.add_argument("--sides", type=sides, default=USUAL, help=",".join(SIDES))
-    parser.add_argument("--per-group", type=int, help="rows behind shared examples [40]")
-    parser.add_argument("--groups", type=int, help=f"of such rows [{parts.GROUPS}]")
     parser.add_argument("--rows", type=int, help="of gsm8k [all], of lognormal [256]")
-    parser.add_argument("--data", type=Path, default=DATA, help="where gsm8k_8shot.jsonl lies")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-warm-up", action="store_true", help="the first turn counts too")
     parser.add_argument("--before", action="store_true", help="other rows first, untimed")
-    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--devices", metavar="0,1", help="a GPU for each worker, by turns")
-    parser.add_argument("--seconds-limit", type=float, default=86_400.0, help="end by then")
-    parser.add_argument("--out", "--json", type=Path, help="numbers, after each measurement")
-    parser.add_argument("--quick", action="store_true", help="few rows, once")
-    args = parser.parse_args()
-    if args.quick:
-        args.groups, args.per_group = args.groups or 3, args.per_group or 4
-        args.rows, args.repeats, args.no_warm_up = args.rows or 20, 1, True
+    args = parsed(parser, rows=None, quick_rows=20)
+    args.no_warm_up |= args.quick
     if args.before and args.rows is None and "gsm8k" in (args.workload or []):
         parser.error("--before with gsm8k needs --rows: at most half of the file's")
-    args.groups, args.per_group = args.groups or parts.GROUPS, args.per_group or 40
     return args
 
 

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import product_parts as parts
+from product_arguments import parsed, parser_of
 from product_sides import Floor, Once, engine_side, works_of
 
 from batchkv_worker.settings import WorkerSettings
 
-ROOT = Path(__file__).parents[3]
-DATA = Path(os.environ.get("BATCHKV_DATA", ROOT.parent / "shared" / "data"))
 ANSWER_TOKENS = 128  # of gsm8k
 FLOOR = "floor"
 Found = dict[str, dict[str, list[float]]]  # workload, side, seconds of each counted turn
@@ -101,29 +100,16 @@ def table(workload: str, seconds: dict[str, list[float]]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
-    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", action="append", choices=("shared", "gsm8k"), help="[shared]")
     parser.add_argument(
         "--sides", type=lambda text: text.split(","), default=["float", "affine8", FLOOR]
     )
     parser.add_argument("--slots", default="auto", help="[auto]")
-    parser.add_argument("--per-group", type=int, help="rows behind shared examples [40]")
-    parser.add_argument("--groups", type=int, help=f"of such rows [{parts.GROUPS}]")
     parser.add_argument("--rows", type=int, help="of gsm8k, a turn [160]")
-    parser.add_argument("--data", type=Path, default=DATA, help="where gsm8k_8shot.jsonl lies")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="seconds, after each measurement")
-    parser.add_argument("--quick", action="store_true", help="few rows, once")
-    args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error("--repeats is 1 or more")
-    if args.quick:
-        args.groups, args.per_group = args.groups or 3, args.per_group or 4
-        args.rows, args.repeats = args.rows or 10, 1
-    args.groups, args.per_group = args.groups or parts.GROUPS, args.per_group or 40
-    args.rows, args.workload = args.rows or 160, args.workload or ["shared"]
+    args = parsed(parser, rows=160, quick_rows=10)
+    args.workload = args.workload or ["shared"]
     return args
 
 

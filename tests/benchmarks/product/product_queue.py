@@ -72,6 +72,14 @@ def run_command(command: Sequence[str], environment: dict[str, str], lines: Line
     return done.stdout
 
 
+def made_model(lines: Lines, folder: Path, shape: str) -> Path:
+    """A model's folder in ``folder``. A process of its own makes it: this one holds no GPU memory."""
+    model = folder / f"bench-{shape}"
+    script = Path(__file__).parent / "product_sides.py"
+    run_command([sys.executable, str(script), "make", str(model), shape], lines.environment, lines)
+    return model
+
+
 class Watch:
     """Looks at memory while something runs: ``host_mb`` of this process's descendants, ``gpu_mb``.
 
@@ -187,8 +195,6 @@ class Product:
         trace = self._home / "trace.json"
         command = ["run", str(file), "-m", str(self._model), "-o", str(out)]
         command += ["--trace", str(trace)] if self._is_observed else []
-        if self._devices:
-            self._environment["CUDA_VISIBLE_DEVICES"] = self._devices[0]
         begun = time.monotonic()
         found = self._timed(lambda: self._command(*command))
         found["start_seconds"] = found.pop("first") - begun
