@@ -33,15 +33,15 @@ def test_the_benchmark_of_two_workers_compares_three_pools(tmp_path: Path) -> No
     """Every row of the counted turn comes from one worker, from two, and from two with a tier."""
     out = tmp_path / "out.json"
     command = [sys.executable, str(BENCHMARKS / "bench_pair.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(
-        [*command, "--groups", "2", "--per-group", "2"], capture_output=True, text=True
-    )
+    command += ["--groups", "2", "--per-group", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     pools = json.loads(out.read_text())["workloads"]["shared"]
     assert set(pools) == {"one", "two", "tier"}
     for runs in pools.values():
         (run,) = runs  # the first turn is not counted
         assert run["rows"] == 4 and run["generated"] == 64 and run["seconds"] > 0
+    assert pools["tier"][0]["blocks"] > 0
     assert "one / two" in done.stdout and "tier / two" in done.stdout
 
 

@@ -90,6 +90,7 @@ def table(workload: str, pools: dict[str, list[dict[str, Any]]]) -> list[str]:
     for name, runs in seconds.items():
         cached = statistics.median(once["cached"] for once in pools[name])
         lines.append(f"{name:<6}{statistics.median(runs):>8.2f} s{cached:>12,.0f} cached tokens")
+    lines.append(f"the tier has {pools['tier'][-1]['blocks']:,} blocks and leases")
     for above, below in RATIOS:
         ratios = [a / b for a, b in zip(seconds[above], seconds[below], strict=False)]
         shown = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))

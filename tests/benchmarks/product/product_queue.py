@@ -73,7 +73,7 @@ def run_command(command: Sequence[str], environment: dict[str, str], lines: Line
 
 
 def made_model(lines: Lines, folder: Path, shape: str) -> Path:
-    """A model's folder in ``folder``. A process of its own makes it: this one holds no GPU memory."""
+    """A model's folder in ``folder``. Another process makes it: this one holds no GPU memory."""
     model = folder / f"bench-{shape}"
     script = Path(__file__).parent / "product_sides.py"
     run_command([sys.executable, str(script), "make", str(model), shape], lines.environment, lines)
@@ -222,11 +222,17 @@ class Product:
             time.sleep(0.1)
 
     def compute(self, file: Path) -> Figures:
-        """``submit`` and ``wait``, timed from the first row to the last."""
+        """``submit`` and ``wait``, timed from the first row to the last.
+
+        ``blocks`` are the keys of its tier afterwards: blocks and leases.
+        """
         asked = time.monotonic()
         found = self._timed(lambda: self._submit_and_wait(file))
         found["command_seconds"] = found.pop("end") - asked
         found["to_first_row_seconds"] = found.pop("first") - asked
+        if self._tier is not None:
+            with Redis.from_url(self._tier.url) as tier:
+                found["blocks"] = tier.dbsize()
         return found
 
     def _with_shares(self, found: Figures, traces: Sequence[Path]) -> Figures:
