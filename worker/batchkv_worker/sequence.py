@@ -161,6 +161,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens found in the prefix memory
     depth_seen: tuple[int, int] = (-1, 0)  # version of the prefix memory, and the blocks found then
     block_keys: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
+    partial_keys: list[bytes] = field(default_factory=list)  # of its partial blocks
     cache_salt: str | None = None  # it shares blocks with rows of the same salt alone
     num_common: int | None = None  # tokens that another row of the batch begins with
     num_elsewhere: int | None = None  # tokens that rows of other workers may begin with
@@ -294,7 +295,7 @@ class Sequence:
         ``block_keys`` are of all those tokens; empty when it uses no cached block.
         """
         self.num_resumed = len(self.generated)
-        self.block_keys = block_keys
+        self.block_keys, self.partial_keys = block_keys, []
 
     def preempt(self) -> None:
         """It waits again because there was no room; tokens that were read are kept."""

@@ -103,7 +103,7 @@ class Engine:
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
             is_optimistic=config.admission == "optimistic",
-            uses=self.prefixes.eviction,
+            uses=(self.prefixes.eviction, self.prefixes.partial_uses),
         )
         self._builder = SharedPrefixBuilder(self._slots, self.prefixes)
         self._prefill = Prefill(
@@ -170,7 +170,7 @@ class Engine:
         """
         check_memory(row, self._scheduler.memory)
         self._grammars.begin(row, constraint)
-        row.block_keys = self.prefixes.keys(row.prompt, row.cache_salt)
+        self.prefixes.name(row)
         num_wanted = max(num_choices, num_wanted)
         self._choices.add(row, num_choices, num_wanted, lambda: self.loaded.tokenizer.detokenizer)
         self.client.begin(row)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from batchkv_cache_store.blocks.block import Kind
 from batchkv_worker.kv.types import Pieces
 
 PIECES_TOGETHER = 12  # of one shape: those of a few layers
+EMPTY_BYTES = 1024  # counted for a block without arrays (every layer has a state)
 
 
 class Bundle:
@@ -56,6 +59,30 @@ class Bundle:
         return sum(int(array.nbytes) for array in self.arrays)
 
 
+@dataclass(slots=True)
+class HeldBlock:
+    """A block in this worker's memory, by the kind of its layers.
+
+    ``is_converted``: it was computed from values that another scheme rounded; not shared.
+    """
+
+    parts: dict[Kind, Bundle] = field(default_factory=dict)
+    is_converted: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values()) or EMPTY_BYTES
+
+    def beginning(self, num_tokens: int) -> HeldBlock:
+        """Its first tokens, as views. A state is of its last token, so it has none."""
+        parts: dict[Kind, Bundle] = {
+            kind: part.with_arrays([array[..., :num_tokens, :] for array in part.arrays])
+            for kind, part in self.parts.items()
+            if kind is not Kind.STATE
+        }
+        return HeldBlock(parts, self.is_converted)
+
+
 class Joined:
     """The pieces of rows, each of a chain of blocks, joined for a few layers at once.
 
@@ -92,3 +119,17 @@ class Joined:
             return mx.concatenate([lines[key] for key in order], axis=1)
         (line,) = lines.values()
         return mx.broadcast_to(line, (line.shape[0], len(order), *line.shape[2:]))
+
+
+def block_pieces(block: HeldBlock, kind: Kind, layer: int) -> Pieces:
+    """The pieces of a layer, which is of that kind."""
+    pieces = block.parts[kind].layer(layer)
+    assert pieces is not None
+    return pieces
+
+
+def assemble(lines: list[Pieces], axis: int) -> Pieces:
+    """Pieces side by side: blocks along the tokens (-2), or rows along the batch (0)."""
+    if len(lines) == 1:
+        return lines[0]
+    return tuple(mx.concatenate(parts, axis=axis) for parts in zip(*lines, strict=True))

@@ -10,49 +10,53 @@ and states. Blocks that were computed here have all parts, but states only where
 keeping them was worth it. Blocks from the shared store have only the parts that a row needed: the
 first part in every block, the window in the last few, and a state at the end. So a row takes the
 longest chain at whose end all parts are there.
+
+After that chain a row takes the beginning of the next block from a block that begins with the same
+tokens (``partial_blocks``). States exist at ends of blocks only, so models with states take none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, own_root, root_key
-from batchkv_cache_store.uses import EvictionOrder
+from batchkv_cache_store.uses import EvictionOrder, Uses
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.block_layout import BlockLayout
-from batchkv_worker.prefix.bundle import Bundle, Joined
+from batchkv_worker.prefix.bundle import (
+    EMPTY_BYTES,
+    Bundle,
+    HeldBlock,
+    Joined,
+    assemble,
+    block_pieces,
+)
+from batchkv_worker.prefix.partial_blocks import (
+    PARTIAL_TOKENS,
+    PartialBlocks,
+    partial_keys,
+    within,
+)
 from batchkv_worker.sequence import Sequence
 
 LOCAL_ROOT = root_key(b"")  # one process, one model, one scheme: the chain needs no namespace
-_EMPTY_BYTES = 1024  # counted for a block without arrays (every layer has a state)
 
 # Called with a row, the number of one of its blocks, and a part of it that was computed just now.
 OnNew = Callable[[Sequence, int, Kind, Bundle], None]
 
 
-@dataclass(slots=True)
-class _Block:
-    """``is_converted``: it was computed from values that another scheme rounded; not shared."""
-
-    parts: dict[Kind, Bundle] = field(default_factory=dict)
-    is_converted: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values()) or _EMPTY_BYTES
-
-
 class PrefixCache:
     """Blocks by key. ``eviction`` has their order of eviction, and how many rows wait for each.
+
+    ``partial_uses``: how many rows wait that begin with each partial block.
 
     ``max_blocks``: the longest chain that fits, with its state at the end; 0: nothing is kept.
     ``root``: the key before the first block. ``on_new``: called with new parts, to share them.
@@ -69,7 +73,7 @@ class PrefixCache:
         root: bytes = LOCAL_ROOT,
         on_new: OnNew | None = None,
     ) -> None:
-        self.block_bytes = max(costs.per_new_token * BLOCK_TOKENS, _EMPTY_BYTES)
+        self.block_bytes = max(costs.per_new_token * BLOCK_TOKENS, EMPTY_BYTES)
         self.max_blocks = max(0, max_bytes - costs.per_row) // self.block_bytes
         state_bytes = costs.per_row if self.max_blocks else 0
         self.max_bytes = self.max_blocks * self.block_bytes + state_bytes
@@ -79,7 +83,8 @@ class PrefixCache:
         self._root = root
         self._on_new = on_new
         self._kinds = kinds
-        self._blocks, self.eviction = dict[bytes, _Block](), EvictionOrder[bytes]()
+        self._blocks, self.eviction = dict[bytes, HeldBlock](), EvictionOrder[bytes]()
+        self._partial, self.partial_uses = PartialBlocks(), Uses[bytes]()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -88,6 +93,7 @@ class PrefixCache:
         """Drop everything."""
         self.version += 1
         self._blocks.clear()
+        self._partial.clear()
         self.eviction.clear()
         self.num_bytes = 0
 
@@ -95,6 +101,13 @@ class PrefixCache:
         """Keys of the blocks that prefill fills (with all but the last token), as room allows."""
         root = own_root(self._root, cache_salt)
         return chain(root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
+
+    def name(self, row: Sequence) -> None:
+        """Give a row the keys of its blocks and, unless the model has states, partial blocks."""
+        row.block_keys = self.keys(row.prompt, row.cache_salt)
+        if self.block_layout.has_kv and not self.block_layout.has_state:
+            tokens = row.prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1]
+            row.partial_keys = partial_keys(own_root(self._root, row.cache_salt), tokens)
 
     def depth(self, keys: Items[bytes]) -> int:
         """Blocks of the longest prefix of a chain that is here with all parts at its end."""
@@ -117,7 +130,8 @@ class PrefixCache:
                 return row.num_prefill
             self.forget(row.parked)
             row.unpark()
-        return self.depth_of(row) * BLOCK_TOKENS
+        depth = self.depth_of(row)
+        return depth * BLOCK_TOKENS + self._partial.longest(within(row.partial_keys, depth))
 
     def depth_of(self, row: Sequence) -> int:
         """``depth`` of a row's chain, looked up again only after blocks came or went."""
@@ -145,7 +159,7 @@ class PrefixCache:
             return None
         blocks = [self._blocks[key] for key in keys]
         return {
-            index: _assemble([_pieces(block, Kind.KV, index) for block in blocks], -2)
+            index: assemble([block_pieces(block, Kind.KV, index) for block in blocks], -2)
             for index, kind in enumerate(self._kinds)
             if kind.window is None and not kind.has_state
         }
@@ -154,19 +168,16 @@ class PrefixCache:
         self, rows: Items[Sequence], prefill: PrefillRows, shared: SharedPrefix | None = None
     ) -> None:
         """Give new prefill rows their common number of cached tokens, the first ones ``shared``."""
-        count = rows[0].num_cached // BLOCK_TOKENS
-        if not count:
+        end = rows[0].num_cached
+        if not end:
             return
-        blocks = [self._chain(row.block_keys[:count]) for row in rows]
-        for row, chained in zip(rows, blocks, strict=True):
-            row.is_converted = any(block.is_converted for block in chained)
-            self._tell_used(row, chained)
-        end = count * BLOCK_TOKENS
+        blocks = self._blocks_up_to(end, rows)
+        count = len(blocks[0])
         all_tokens: dict[int, Joined] = {}  # by the first block
         for index, (layer, kind) in enumerate(zip(prefill.layers, self._kinds, strict=True)):
             if kind.has_state:
-                lines = [_pieces(chained[-1], Kind.STATE, index) for chained in blocks]
-                layer.restore(_assemble(lines, 0), end, end)
+                lines = [block_pieces(chained[-1], Kind.STATE, index) for chained in blocks]
+                layer.restore(assemble(lines, 0), end, end)
                 continue
             # A window needs only the blocks that its next token still sees.
             seen = 0 if kind.window is None else max(0, end - kind.window + 1)
@@ -186,19 +197,39 @@ class PrefixCache:
                 layer.restore(all_tokens[first].layer(index), first * BLOCK_TOKENS, end)
                 continue
             lines = [
-                _assemble([_pieces(block, Kind.WINDOW, index) for block in chained[first:]], -2)
+                assemble([block_pieces(block, Kind.WINDOW, index) for block in chained[first:]], -2)
                 for chained in blocks
             ]
-            layer.restore(_assemble(lines, 0), first * BLOCK_TOKENS, end)
+            layer.restore(assemble(lines, 0), first * BLOCK_TOKENS, end)
 
-    def _tell_used(self, row: Sequence, blocks: Items[_Block]) -> None:
+    def _blocks_up_to(self, end: int, rows: Items[Sequence]) -> list[list[HeldBlock]]:
+        """The chain of each row, with the partial block after it; equal ones are one object."""
+        count, num_partial = divmod(end, BLOCK_TOKENS)
+        cut: dict[bytes, HeldBlock] = {}
+        found = []
+        for row in rows:
+            blocks = self._chain(row.block_keys[:count])
+            if num_partial:
+                key = within(row.partial_keys, count)[num_partial // PARTIAL_TOKENS - 1]
+                if key not in cut:
+                    source = self._partial.source(key)
+                    assert source is not None  # the scheduler has just asked for it
+                    self._touch([source])
+                    cut[key] = self._blocks[source].beginning(num_partial)
+                blocks.append(cut[key])
+            row.is_converted = any(block.is_converted for block in blocks)
+            self._tell_used(row, blocks[:count])
+            found.append(blocks)
+        return found
+
+    def _tell_used(self, row: Sequence, blocks: Items[HeldBlock]) -> None:
         if self.on_used is None or row.is_converted or row.num_resumed:
             return
         for number, block in enumerate(blocks):
             for kind, part in block.parts.items():
                 self.on_used(row, number, kind, part)
 
-    def _chain(self, keys: Items[bytes]) -> list[_Block]:
+    def _chain(self, keys: Items[bytes]) -> list[HeldBlock]:
         """Blocks of a chain, marked as used; the head last, because a tail needs its head."""
         self.eviction.touch(keys)
         return [self._blocks[key] for key in keys]
@@ -215,25 +246,62 @@ class PrefixCache:
                 parts = self._computed(row, prefill, index, number, end, known)
                 if parts or keys[number] not in self._blocks:
                     self._insert(keys[number], parts, row.is_converted)
+                    self._note_partial(keys[number], within(row.partial_keys, number))
                 if self._on_new is not None and not (row.is_converted or row.num_resumed):
                     for kind, part in parts.items():
                         self._on_new(row, number, kind, part)
             self._touch(keys)
             if not row.unqueued:  # else its other choices need them
-                self.eviction.demote(keys[row.num_common_blocks :])
+                self.eviction.demote(keys[self._num_wanted(row) :])
+            self._publish_partial(row, prefill, index, start, end)
+
+    def _num_wanted(self, row: Sequence) -> int:
+        """Blocks that another row begins with, the one included of which it needs the beginning."""
+        common = row.num_common_blocks
+        return common + any(map(self.partial_uses.remaining, within(row.partial_keys, common)))
+
+    def _publish_partial(
+        self, row: Sequence, prefill: PrefillRows, index: int, start: int, end: int
+    ) -> None:
+        """Store the tokens after a row's last full block, as far as waiting rows begin with them.
+
+        Nobody else keeps them: of full blocks all are stored.
+        """
+        number = len(row.block_keys)
+        low, wanted = number * BLOCK_TOKENS, within(row.partial_keys, number)
+        while wanted and not self.partial_uses.remaining(wanted[-1]):
+            wanted = wanted[:-1]
+        high = low + len(wanted) * PARTIAL_TOKENS
+        is_new = bool(wanted) and self._partial.source(wanted[-1]) is None
+        if not is_new or not start < high <= end:
+            return
+        parts = self._cut(prefill, index, low, high, self.block_layout.kinds)
+        self._insert(wanted[-1], parts, row.is_converted)
+        self._note_partial(wanted[-1], wanted)
+
+    def _note_partial(self, key: bytes, keys: Items[bytes]) -> None:
+        """A block begins with these partial blocks, if it has every layer that keeps tokens."""
+        kinds = {*self.block_layout.kinds} - {Kind.STATE}
+        if kinds <= {*(self._parts(key) or ())}:
+            self._partial.add(key, keys)
 
     def adopt(
         self,
         keys: Items[bytes],
         pieces: Mapping[tuple[int, Kind], Bundle],
         is_converted: bool = False,
+        partial: Items[bytes] = (),
     ) -> None:
-        """Store parts of a chain that came from the shared store, up to the last of them."""
+        """Store parts of a chain that came from the shared store, up to the last of them.
+
+        ``partial``: the partial keys of the chain's prompt.
+        """
         depth = max((number for number, _ in pieces), default=-1) + 1
         for number in reversed(range(depth)):
             new = {kind: pieces[number, kind] for kind in Kind if (number, kind) in pieces}
             if new or not self.block_layout.has_kv:
                 self._insert(keys[number], new, is_converted)
+                self._note_partial(keys[number], within(partial, number))
         self._touch(keys[:depth])
 
     def can_park(self, num_bytes: int) -> bool:
@@ -278,14 +346,20 @@ class PrefixCache:
         """Parts of a block that the chunk up to ``end`` has completed and that are not known."""
         low = number * BLOCK_TOKENS
         wanted = [kind for kind in self.block_layout.kinds if kind not in known]
-        parts: dict[Kind, Bundle] = {}
-        if Kind.KV in wanted or Kind.WINDOW in wanted:
-            pieces = prefill.block(index, low, low + BLOCK_TOKENS)
-            tokens = [kind for kind in wanted if kind is not Kind.STATE]
-            parts = {kind: self.block_layout.part(kind, pieces) for kind in tokens}
+        parts = self._cut(prefill, index, low, low + BLOCK_TOKENS, wanted)
         # States exist where a chunk ended, if the row had tokens up to there.
         if Kind.STATE in wanted and low + BLOCK_TOKENS == end and end in row.state_stops:
             parts[Kind.STATE] = self.block_layout.part(Kind.STATE, prefill.states(index))
+            mx.async_eval(parts[Kind.STATE].arrays)
+        return parts
+
+    def _cut(
+        self, prefill: PrefillRows, index: int, low: int, high: int, kinds: Items[Kind]
+    ) -> dict[Kind, Bundle]:
+        """A row's tokens [low, high), of these kinds of layers if they keep tokens."""
+        kinds = [kind for kind in kinds if kind is not Kind.STATE]
+        pieces = prefill.block(index, low, high) if kinds else []
+        parts = {kind: self.block_layout.part(kind, pieces) for kind in kinds}
         # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
         mx.async_eval([part.arrays for part in parts.values()])
         return parts
@@ -294,11 +368,12 @@ class PrefixCache:
         self.version += 1
         old = self._blocks.pop(key, None)
         self.eviction.discard(key)
-        block = _Block(dict(parts), is_converted)
+        block = HeldBlock(dict(parts), is_converted)
         if old is not None:
             self.num_bytes -= old.num_bytes
-            block = _Block({**old.parts, **parts}, is_converted or old.is_converted)
+            block = HeldBlock({**old.parts, **parts}, is_converted or old.is_converted)
         if block.num_bytes > self.max_bytes:
+            self._partial.drop(key)
             return
         self._make_way(block.num_bytes)
         self._blocks[key] = block
@@ -307,17 +382,6 @@ class PrefixCache:
 
     def _make_way(self, num_bytes: int) -> None:
         while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
-            self.num_bytes -= self._blocks.pop(self.eviction.pop()).num_bytes
-
-
-def _pieces(block: _Block, kind: Kind, layer: int) -> Pieces:
-    pieces = block.parts[kind].layer(layer)
-    assert pieces is not None
-    return pieces
-
-
-def _assemble(lines: list[Pieces], axis: int) -> Pieces:
-    """Pieces side by side: blocks along the tokens (-2), or rows along the batch (0)."""
-    if len(lines) == 1:
-        return lines[0]
-    return tuple(mx.concatenate(parts, axis=axis) for parts in zip(*lines, strict=True))
+            key = self.eviction.pop()
+            self.num_bytes -= self._blocks.pop(key).num_bytes
+            self._partial.drop(key)

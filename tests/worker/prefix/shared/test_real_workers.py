@@ -93,7 +93,8 @@ def test_what_one_machine_computes_is_a_hit_on_the_other(machines: tuple[Machine
     rows, _ = first.run()
     again, status = second.run()
     assert answers(again) == answers(rows)
-    assert [cached(row) for row in again] == [full_blocks(row) for row in again]
+    # One row finds its blocks alone; the others begin with some more tokens of its last ones.
+    assert [cached(row) // 256 * 256 for row in again] == [full_blocks(row) for row in again]
     assert status["cached_tokens"] == sum(map(cached, again)) > 0
     assert status["saved_ms"] > 0
     # What came from the shared tier was put on the second machine's disk; all of it is whole.

@@ -9,6 +9,7 @@ from itertools import islice, pairwise, takewhile
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
 from batchkv_worker.engine.schedule.admission import Budget, OutputLengths
+from batchkv_worker.engine.schedule.common_tokens import Leaders, start_together
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.policy import free_slots, longest_first
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
@@ -45,7 +46,7 @@ class Scheduler:
         prefix_costs: PrefixCosts | None = None,
         drop_buffers: Callable[[], None] | None = None,
         is_optimistic: bool = False,
-        uses: Uses[bytes] | None = None,
+        uses: tuple[Uses[bytes], Uses[bytes]] | None = None,
     ) -> None:
         self.layouts = layouts
         self.memory = Memory(layouts, budget)
@@ -64,7 +65,8 @@ class Scheduler:
         self._lane_chunk = 0  # tokens of a chunk while live rows come; 0: none have come lately
         self._is_short = False  # the first live row has a slot, and does not fit the memory
         self._waiting: deque[Sequence] = deque()
-        self._uses = Uses() if uses is None else uses  # how many waiting rows have a block
+        # How many waiting rows have a block, and how many begin with a partial block.
+        self._uses, self._partial_uses = uses or (Uses(), Uses())
 
     @property
     def group(self) -> PrefillGroup | None:
@@ -131,7 +133,17 @@ class Scheduler:
             self._waiting.insert(self._num_live(), row)
         else:
             self._waiting.append(row)
+        self._count(row)
+
+    def _count(self, row: Sequence) -> None:
+        """It waits for its blocks."""
         self._uses.add(row.block_keys)
+        self._partial_uses.add(row.partial_keys)
+
+    def _discount(self, row: Sequence) -> None:
+        """It waits no more."""
+        self._uses.remove(row.block_keys)
+        self._partial_uses.remove(row.partial_keys)
 
     def _num_live(self) -> int:
         """How many live rows wait. They come before all others."""
@@ -143,7 +155,7 @@ class Scheduler:
         live = [self._waiting.popleft() for _ in range(self._num_live())]
         self._waiting.extendleft(reversed(sorted([*found, *live], key=lambda row: not row.is_live)))
         for row in found:
-            self._uses.add(row.block_keys)
+            self._count(row)
 
     def add_choices(self, rows: list[Sequence]) -> None:
         """Queue the other choices of a row whose prompt is computed, before rows not begun yet.
@@ -154,7 +166,7 @@ class Scheduler:
         rest = islice(self._waiting, len(begun), None)
         self._waiting = deque((*begun, *rows, *rest))
         for row in rows:
-            self._uses.add(row.block_keys)
+            self._count(row)
 
     def abandon_group(self) -> list[Sequence]:
         """Forget what is in prefill. Returns its rows that were not cancelled."""
@@ -172,7 +184,7 @@ class Scheduler:
         for row in self._waiting:
             if row.job_id == job_id:
                 self._waiting.remove(row)
-                self._uses.remove(row.block_keys)
+                self._discount(row)
                 row.end("canceled")
                 return row
         for row in self._in_prefill():
@@ -237,20 +249,19 @@ class Scheduler:
     def _form_group(self) -> PrefillGroup | None:
         """The row that is next, and the rows of similar length that fit one chunk with it.
 
-        A row that would compute the same next block as a chosen row waits. It finds that block in
-        the prefix memory when the group is done.
+        Rows that have their next tokens in common with a chosen row wait for it (``Leaders``).
         """
         window, points = self._alike()
-        cached = window[0].num_cached if window else 0
         is_live = bool(window) and window[0].is_live
         free = self.layouts.num_free - (0 if is_live else self._num_kept())
         chunk = self.memory.budget.chunk_tokens if is_live else self.chunk_tokens
+        window = start_together(window, free, chunk) if window else []
+        cached = window[0].num_cached if window else 0
+        leaders = Leaders(free, chunk, self._partial_uses.remaining)
         rows: list[Sequence] = []
-        upcoming: set[bytes] = set()
         width = 0
         for row in window:
-            block = _next_block(row)
-            if block in upcoming:
+            if leaders.precede(row):
                 continue
             width = max(width, row.num_prefill - cached)
             fits_chunk = not rows or (len(rows) + 1) * width <= chunk
@@ -258,8 +269,7 @@ class Scheduler:
             if not (room and fits_chunk and self._fits_memory([*rows, row], points)):
                 break
             rows.append(row)
-            if block is not None:
-                upcoming.add(block)
+            leaders.add(row)
         self._is_short = is_live and not rows
         if not rows:
             return None
@@ -267,7 +277,7 @@ class Scheduler:
         self._waiting = deque(row for row in self._waiting if id(row) not in chosen)
         for row in rows:
             row.start_prefill(self._stops(row) if self._state_blocks else frozenset())
-            self._uses.remove(row.block_keys)
+            self._discount(row)
         return PrefillGroup(rows, cached, points)
 
     def _num_kept(self) -> int:
@@ -296,7 +306,7 @@ class Scheduler:
         window = [
             row
             for row in window
-            if row.num_cached == cached
+            if row.num_cached // BLOCK_TOKENS == cached // BLOCK_TOKENS
             and not row.parked
             and row.block_keys[:num_shared_blocks][-1:] == last
         ]
@@ -368,9 +378,3 @@ class Scheduler:
         group, self._group = self._group, None
         assert group is not None and group.is_computed
         return group.wanted
-
-
-def _next_block(row: Sequence) -> bytes | None:
-    """Key of the first block that the row has to compute, if it is a full one."""
-    number = row.num_cached // BLOCK_TOKENS
-    return row.block_keys[number] if number < len(row.block_keys) else None

@@ -282,11 +282,12 @@ class StoreClient(PrefixClient):
     def _adopt(self, row: Sequence, answer: LookupResult) -> int:
         """Put found blocks into the prefix memory; their bytes there."""
         own = self._bundles(answer.pieces, self.block_layout.bundle)
-        self._prefix_memory.adopt(row.block_keys, own)
+        self._prefix_memory.adopt(row.block_keys, own, partial=row.partial_keys)
         num_bytes = sum(bundle.nbytes for bundle in own.values())
         if self._floats is not None and answer.floats:
             packed = self._bundles(answer.floats, self._floats.convert)
-            self._prefix_memory.adopt(row.block_keys, packed, is_converted=True)
+            partial = row.partial_keys
+            self._prefix_memory.adopt(row.block_keys, packed, is_converted=True, partial=partial)
             num_bytes += sum(bundle.nbytes for bundle in packed.values())
             self._store.count("converted", len(packed))
         return num_bytes

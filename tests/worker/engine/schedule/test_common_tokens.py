@@ -1,0 +1,129 @@
+"""Rows of one group start after the same number of tokens; those with common tokens wait."""
+
+from __future__ import annotations
+
+import random
+
+from batchkv_cache_store.keys import root_key
+from batchkv_cache_store.uses import Uses
+from batchkv_worker.engine.schedule.common_tokens import Leaders, start_together
+from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
+from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
+from batchkv_worker.prefix.partial_blocks import partial_keys
+from batchkv_worker.sequence import Generation, Sequence
+
+CHUNK = 2048
+
+
+def found(*cached: int, length: int = 700) -> list[Sequence]:
+    """Rows that have found so many cached tokens, the first one the next to be computed."""
+    rows = [Sequence(str(n), [0] * (length + 1), Generation(10)) for n in range(len(cached))]
+    for row, number in zip(rows, cached, strict=True):
+        row.num_cached = number
+    return rows
+
+
+def names(rows: list[Sequence]) -> str:
+    return "".join(row.job_id for row in rows)
+
+
+def test_rows_that_found_the_same_start_there() -> None:
+    """The usual case: all rows behind one prefix."""
+    rows = start_together(found(576, 576, 576), 16, CHUNK)
+    assert names(rows) == "012" and {row.num_cached for row in rows} == {576}
+
+
+def test_one_row_with_more_does_not_go_alone() -> None:
+    """It computes a few tokens again rather than making a pass of its own."""
+    rows = start_together(found(640, 576, 576, 576), 16, CHUNK)
+    assert names(rows) == "0123" and {row.num_cached for row in rows} == {576}
+
+
+def test_a_row_that_found_less_waits_if_the_others_save_more_than_a_pass() -> None:
+    """Two rows without partial blocks would make seven compute 192 tokens each again."""
+    rows = start_together(found(*[704] * 7, 512, 512, length=900), 16, 4 * CHUNK)
+    assert names(rows) == "012345678" and rows[0].num_cached == 512  # a pass costs more there
+    rows = start_together(found(*[704] * 7, 512, 512, length=900), 16, CHUNK)
+    assert names(rows) == "0123456" and rows[0].num_cached == 704
+
+
+def test_nobody_waits_if_the_slots_are_full_anyway() -> None:
+    """Of forty rows with 576 tokens and three with 640, sixteen of the forty fill the slots."""
+    rows = start_together(found(*[640] * 3, *[576] * 40), 16, CHUNK)
+    assert rows[0].num_cached == 576 and len(rows) == 43
+
+
+def test_the_next_row_is_always_in_its_group() -> None:
+    """With fewer tokens than all others, too: they compute so much again as a pass is worth."""
+    rows = start_together(found(512, *[704] * 5), 16, CHUNK)
+    assert rows[0].job_id == "0" and rows[0].num_cached == 512
+    assert len(rows) == 1 + CHUNK // 4 // 192  # two of the five
+
+
+def test_random_rows_start_together() -> None:
+    """Whatever they found: all of a group alike, none after more than it found, the first in it."""
+    rng = random.Random(5)
+    for _ in range(300):
+        count = rng.randrange(1, 30)
+        rows = found(*(512 + 64 * rng.randrange(4) for _ in range(count)), length=800)
+        before = {row.job_id: row.num_cached for row in rows}
+        group = start_together(rows, rng.randrange(0, 20), rng.choice([256, 2048]))
+        assert group[0] is rows[0]
+        assert len({row.num_cached for row in group}) == 1
+        assert all(row.num_cached <= before[row.job_id] for row in group)
+        left = [row for row in rows if row not in group]
+        assert all(row.num_cached == before[row.job_id] for row in left)
+
+
+def waiting(count: int, common: int, own: int = 40) -> tuple[list[Sequence], Uses[bytes]]:
+    """Rows behind the same tokens, with nothing in memory yet, and how many begin with what."""
+    uses, rows = Uses[bytes](), []
+    for index in range(count):
+        tokens = [*range(common), *(1000 + index for _ in range(own))]
+        row = Sequence(str(index), tokens, Generation(10))
+        row.partial_keys = partial_keys(root_key(b""), tokens[:-1])
+        uses.add(row.partial_keys)
+        rows.append(row)
+    return rows, uses
+
+
+def test_rows_wait_for_the_first_of_them_if_that_is_worth_a_pass() -> None:
+    """128 tokens of 16 rows are; those of 4 rows, or of 16 rows of which 4 have room, are not."""
+    for count, room, waits in ((16, 16, True), (4, 16, False), (16, 4, False)):
+        rows, uses = waiting(count, 150)
+        leaders = Leaders(room, CHUNK, uses.remaining)
+        assert not leaders.precede(rows[0])
+        leaders.add(rows[0])
+        assert leaders.precede(rows[1]) is waits, (count, room)
+
+
+def test_rows_do_not_wait_for_what_is_in_memory() -> None:
+    """After the common tokens they differ at once."""
+    rows, uses = waiting(16, 150)
+    for row in rows:
+        row.num_cached = 128
+    leaders = Leaders(16, CHUNK, uses.remaining)
+    leaders.add(rows[0])
+    assert not leaders.precede(rows[1])
+
+
+def test_the_scheduler_computes_common_tokens_once() -> None:
+    """Sixteen prompts of 190 tokens: one alone, then the others behind its first 128."""
+    rows, _uses = waiting(16, 150)
+    memory: set[bytes] = set()
+
+    def num_cached(row: Sequence) -> int:
+        return 64 * sum(key in memory for key in row.partial_keys[:2])
+
+    plan = Scheduler(
+        *(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), num_cached), uses=(Uses(), Uses())
+    )
+    for row in rows:
+        plan.add(row)
+    first = plan.next_group()
+    assert first is not None and names(first.rows) == "0" and first.position == 0
+    memory.update(rows[0].partial_keys)
+    first.advance(first.width)
+    plan.finish_group()
+    second = plan.next_group()
+    assert second is not None and len(second.rows) == 15 and second.position == 128

@@ -1,0 +1,241 @@
+"""Partial blocks: what prompts have in common after their last common block is computed once."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchkv_cache_store.keys import chain, root_key
+from batchkv_cache_store.tiers.memory import MemoryTier
+from batchkv_worker.engine.engine import Engine
+from batchkv_worker.prefix.partial_blocks import (
+    MOST,
+    PARTIAL_TOKENS,
+    PartialBlocks,
+    partial_keys,
+    within,
+)
+from batchkv_worker.sequence import Generation, Sequence
+from support import tiny_models
+from worker.prefix.engines_on_store import (
+    access,
+    cached,
+    finish,
+    random_prompt,
+    run,
+    running,
+    tokens,
+)
+
+ROOT = root_key(b"")
+MIB = 2**20
+
+
+def computed(engine: Engine) -> int:
+    """Tokens of prompts that the engine has computed."""
+    return engine._prefill.num_computed
+
+
+def behind(num_common: int, *lengths: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of the same tokens and then of others, so many each."""
+    common = random_prompt(seed, num_common)
+    return [[*common, *random_prompt(seed + 1 + n, length)] for n, length in enumerate(lengths)]
+
+
+# -- keys and the index
+
+
+def test_a_partial_key_names_all_tokens_up_to_there() -> None:
+    """One for every 64 tokens; another token before or another root gives another key."""
+    prompt = random_prompt(1, 300)
+    keys = partial_keys(ROOT, prompt)
+    assert len(keys) == 300 // PARTIAL_TOKENS == 4
+    assert partial_keys(ROOT, prompt[:140]) == keys[:2]
+    changed = [*prompt[:70], (prompt[70] + 1) % 512, *prompt[71:]]
+    assert [a == b for a, b in zip(partial_keys(ROOT, changed), keys, strict=True)] == [
+        True, False, False, False,
+    ]  # fmt: skip
+    assert not {*partial_keys(root_key(b"other"), prompt)} & {*keys}
+    assert not {*chain(ROOT, prompt, 64)} & {*keys}  # nor is it ever a block's key
+
+
+def test_the_keys_within_a_block_are_those_before_its_end() -> None:
+    """Three of a whole block, fewer of the prompt's last tokens, none after them."""
+    keys = partial_keys(ROOT, random_prompt(2, 2 * 256 + 130))
+    assert within(keys, 0) == keys[:3] and within(keys, 1) == keys[4:7]
+    assert within(keys, 2) == keys[8:10] and within(keys, 3) == []
+    assert MOST == 3
+
+
+def test_the_index_gives_the_longest_known_beginning() -> None:
+    """Of any block that begins so, until that block has gone."""
+    known = PartialBlocks()
+    ours, others = [b"64", b"128", b"192"], [b"64", b"128 of another", b"192 of another"]
+    assert known.longest(ours) == 0
+    known.add(b"first", ours)
+    assert known.longest(ours) == 192 and known.longest(ours[:2]) == 128
+    assert known.longest(others) == 64 and known.source(b"64") == b"first"
+    known.add(b"second", others[:2])
+    assert known.longest(others) == 128
+    known.drop(b"first")
+    assert known.longest(ours) == 64 and known.source(b"64") == b"second"
+    known.drop(b"second")
+    known.drop(b"never there")
+    assert known.longest(others) == 0 and len(known) == 0
+
+
+def test_a_block_that_is_stored_again_keeps_its_entry() -> None:
+    """Parts of a block come one by one; it is dropped once, and nothing stays behind."""
+    known = PartialBlocks()
+    for _ in range(2):
+        known.add(b"block", [b"64"])
+    known.add(b"empty", [])
+    known.drop(b"block")
+    assert len(known) == 0
+    known.add(b"block", [b"64"])
+    known.clear()
+    assert known.longest([b"64"]) == 0
+
+
+# -- engines
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("llama", "float"),
+        ("llama", "affine8"),
+        ("llama", "turbo4"),
+        ("qwen3", "affine4"),
+        ("gemma3_text", "affine8"),
+        ("gpt_oss", "float"),
+        ("deepseek_v3", "affine8"),
+    ],
+)
+@pytest.mark.parametrize("num_common", [600, 150])
+def test_common_tokens_are_computed_once_and_change_no_token(
+    family: str, scheme: str, num_common: int
+) -> None:
+    """Prompts that part within a block, with own ends of 20 to 400 tokens, as without a cache."""
+    model = tiny_models.build(family)
+    prompts = behind(num_common, 30, 20, 33, 40, 25, 400, 38, 31)
+    with running(model, None, scheme, prefix_bytes=0) as engine:
+        expected = tokens(run(engine, prompts))
+        whole = computed(engine)
+    with running(model, None, scheme) as engine:
+        events = run(engine, prompts)
+        once = computed(engine)
+    assert tokens(events) == expected
+    found = num_common - num_common % PARTIAL_TOKENS
+    assert sorted(cached(events)) == [0, *[found] * 7]
+    assert once == whole - 7 * found
+
+
+def test_a_model_with_states_takes_whole_blocks_alone() -> None:
+    """A state is of a block's last token: it cannot be cut."""
+    model = tiny_models.build("qwen3_next")
+    prompts = behind(600, 30, 20, 33)
+    with running(model, None, prefix_bytes=0) as engine:
+        expected = tokens(run(engine, prompts))
+    with running(model, None) as engine:
+        events = run(engine, prompts)
+    assert tokens(events) == expected
+    assert sorted(cached(events)) == [0, 512, 512]
+
+
+def test_the_end_of_a_prompt_is_stored_only_for_rows_that_wait() -> None:
+    """One row alone stores its full blocks; with others behind the same tokens, 64 more."""
+    model = tiny_models.build("llama")
+    prompts = behind(256 + 70, 20, 21)
+    with running(model, None) as engine:
+        run(engine, prompts[:1])
+        assert len(engine.prefixes) == 1
+    with running(model, None) as engine:
+        run(engine, prompts)
+        assert len(engine.prefixes) == 2
+
+
+def test_a_later_row_takes_the_beginning_of_a_whole_block() -> None:
+    """Also when nobody waited for it: every full block is there, and any begins with something."""
+    model = tiny_models.build("llama")
+    first, second = behind(200, 100, 90)
+    with running(model, None) as engine:
+        run(engine, [first])
+        (event,) = run(engine, [second])
+    with running(model, None, prefix_bytes=0) as engine:
+        assert tokens([event]) == tokens(run(engine, [second]))
+    assert event.usage.cached == 192
+
+
+def test_rows_of_another_salt_find_nothing() -> None:
+    """As with blocks: what one key's prompts begin with is nobody else's to see."""
+    model = tiny_models.build("llama")
+    first, second = behind(200, 100, 90)
+    with running(model, None) as engine:
+        run(engine, [first])
+        salted = Sequence("0", second, Generation(8, temperature=0.0), cache_salt="other")
+        engine.submit_row(salted)
+        (event,) = finish(engine, 1)
+    assert event.usage.cached == 0
+
+
+def test_beginnings_of_blocks_from_the_shared_store_serve() -> None:
+    """A second engine fetches a block, and another row takes the beginning of that block."""
+    model, tier = tiny_models.build("gemma3_text"), MemoryTier(256 * MIB)
+    first, second = behind(256 + 140, 150, 30)
+    with running(model, access([tier])) as engine:
+        run(engine, [first])
+    with running(model, access([tier])) as engine:
+        (again,) = run(engine, [first])
+        (event,) = run(engine, [second])
+    with running(model, None, prefix_bytes=0) as engine:
+        assert tokens([again, event]) == tokens(run(engine, [first, second]))
+    assert cached([again, event]) == [512, 256 + 128]
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3, 5])
+def test_too_little_memory_for_blocks_changes_no_token(num_blocks: int) -> None:
+    """Blocks go while rows wait for their beginnings; those rows compute them again."""
+    model = tiny_models.build("llama")
+    prompts = [p for seed in (0, 100, 200, 300) for p in behind(330, 20, 21, 300, 22, seed=seed)]
+    with running(model, None, prefix_bytes=0) as engine:
+        expected = tokens(run(engine, prompts))
+    with running(model, None) as engine:
+        block_bytes = engine.prefixes.block_bytes
+    with running(model, None, prefix_bytes=num_blocks * block_bytes) as engine:
+        assert tokens(run(engine, prompts)) == expected
+        memory = engine.prefixes
+        assert memory.num_bytes <= num_blocks * block_bytes
+        assert {*memory._partial._keys} <= {*memory._blocks}
+        assert {*memory._partial._sources.values()} <= {*memory._blocks}
+
+
+def test_uses_are_counted_down_to_none() -> None:
+    """Whatever becomes of a row, it waits for its partial blocks no more."""
+    model = tiny_models.build("llama")
+    with running(model, None, slots=2) as engine:
+        for index, prompt in enumerate(behind(200, 20, 21, 22, 300, 24)):
+            engine.submit_row(Sequence(str(index), prompt, Generation(4, temperature=0.0)))
+        assert len(engine.prefixes.partial_uses) > 0
+        engine.cancel("4")
+        engine.step()
+        engine.cancel("0")
+        while not engine.is_idle:
+            engine.step()
+        assert len(engine.prefixes.partial_uses) == 0
+
+
+def test_preempted_rows_begin_again_without_partial_blocks() -> None:
+    """Too little room for all: rows leave their slots and come back, with the same tokens."""
+    model = tiny_models.build("llama")
+    prompts = behind(150, 30, 20, 33, 40, 25, 38)
+    with running(model, None, prefix_bytes=0) as engine:
+        expected = tokens(run(engine, prompts, 80))
+        per_token = engine.bytes_per_token
+    small = {"memory_bytes": 2300 * per_token, "chunk_tokens": 256}
+    with running(
+        model, None, **small, prefix_bytes=3 * 256 * per_token, admission="optimistic"
+    ) as engine:
+        engine._scheduler.output_lengths._recent.extend([4] * 32)
+        assert tokens(run(engine, prompts, 80)) == expected
+        assert engine._decode_rows.num_preempted > 0
+        assert len(engine.prefixes.partial_uses) == 0
