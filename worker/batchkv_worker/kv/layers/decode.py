@@ -83,7 +83,7 @@ class DecodeSlots:
         for place, piece in pieces.items():
             packed[place], slots[place] = self.layers[place].as_prefix(piece)
         prefix = SharedPrefix(key, num_tokens, parent, packed=packed, slots=slots)
-        mx.eval(prefix.arrays)
+        mx.async_eval(prefix.arrays)  # the blocks that it is made of never change
         return prefix
 
     def admit(
