@@ -79,8 +79,11 @@ class CheckedSlots:
         self.slots.release(slot)
         del self.rows[slot], self.known[slot]
 
-    def close_gap(self) -> None:
-        self._follow(self.slots.close_gap())
+    def close_gaps(self, most: int = 0) -> list[Move]:
+        moves = self.slots.close_gaps(most)
+        for move in moves:
+            self._follow(move)
+        return moves
 
     def _follow(self, move: Move | None) -> None:
         if move is not None:

@@ -32,6 +32,7 @@ from batchkv_worker.kv.slots.growth import NoRoom
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 
+LEAST_CLOSED = 0.75  # of the rows that a step computes, which are left when gaps are closed
 _parked = count(1)
 log = logging.getLogger("batchkv.engine")
 
@@ -148,13 +149,14 @@ class DecodeRows:
     def close_gaps(self) -> None:
         """Move rows into free slots below them, so that steps compute few free slots.
 
-        For when no row waits. A move copies a row, so a quarter of the slots must be free.
+        For when no row waits. It copies rows and waits for the step in flight, so a step must then
+        compute a quarter fewer rows. Rows that are below this number of slots already stay.
         """
-        main = self._slots.layouts.main
-        if main.num_active > 0.75 * main.num_rows:
-            return
-        while (move := self._slots.close_gap()) is not None:
-            self._follow(move)
+        now = self._slots.rows_of_step()
+        then = self._slots.rows_of_step(self._slots.layouts.num_active)
+        if then <= LEAST_CLOSED * now:
+            for move in self._slots.close_gaps(then):
+                self._follow(move)
 
     def extend_keys(self, rows: list[Sequence]) -> None:
         """Give rows the keys of blocks of what they have generated, too.

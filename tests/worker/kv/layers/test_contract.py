@@ -79,7 +79,7 @@ def live(checked: CheckedSlots, rng: random.Random, turns: int) -> None:
             checked.leave(slot)
             checked.admit(row, pieces if row.tokens else None)
         elif choice < 0.75:
-            checked.close_gap()
+            checked.close_gaps()
         elif checked.rows:
             checked.steps(rng.choice([1, 2, 20]))
         checked.check()
@@ -160,10 +160,10 @@ def test_the_last_row_may_leave(kinds: list[LayerKind]) -> None:
     """Empty slots have their buffers, no rows, nothing to move, and take new rows."""
     checked = CheckedSlots(kinds, 2)
     assert checked.slots.nbytes == 0
-    checked.close_gap()
+    checked.close_gaps()
     for slot in checked.join(3, 30):
         checked.leave(slot)
-    checked.close_gap()
+    checked.close_gaps()
     checked.check()
     checked.join(4)
     checked.steps(2)

@@ -36,7 +36,7 @@ def test_rows_come_decode_move_and_leave_bit_for_bit(name: str) -> None:
     crowd.join(3, 5)
     crowd.steps(2)
     crowd.leave(1)
-    crowd.close_gap()
+    crowd.close_gaps()
     crowd.check()
     crowd.steps(1)
     crowd.slots.shrink(is_tight=True)

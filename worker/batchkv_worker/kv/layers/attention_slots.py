@@ -11,6 +11,7 @@ from batchkv_worker.kv.attention.paths import Attend, LayerAttention
 from batchkv_worker.kv.attention.shared_prefix import PartialAttention
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import SlotLayer
+from batchkv_worker.kv.layers.row_moves import RowMoves
 from batchkv_worker.kv.layers.stand_ins import StandIns, replaced
 from batchkv_worker.kv.schemes.packing import LayerScheme, TensorScheme
 from batchkv_worker.kv.slots.changes import Relayout
@@ -56,6 +57,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
         self._starts = layer.backend.starts_each_layer
+        self._writes_rows_at_once = layer.backend.writes_rows_at_once
         self._started: list[mx.array] = []  # once computed, nothing reads the buffers any more
         self._handed: tuple[mx.array, mx.array] | None = None
         self._stand_ins = None if is_read or not answers else StandIns(layer)
@@ -103,6 +105,17 @@ class AttentionSlots(OrderedByUs, SlotLayer):
             for parts in (self._keys, self._values)
         )
         return tuple(map(mx.contiguous, self._give(keys, values)))
+
+    def copies(self, moves: RowMoves) -> list[mx.array]:
+        at_once = self._writes_rows_at_once
+        return [moves.copy(part, at_once=at_once) for part in (*self._keys, *self._values)]
+
+    def move(self, moves: RowMoves, copies: list[mx.array]) -> None:
+        self._wait()
+        left = iter(copies)
+        for parts in (self._keys, self._values):
+            for index, part in enumerate(parts):
+                parts[index] = moves.write(part, next(left), at_once=self._writes_rows_at_once)
 
     def as_prefix(self, pieces: Pieces) -> tuple[PackedKV, PackedKV]:
         packed = self._packed.split(pieces)

@@ -13,6 +13,7 @@ A row's way through a layer::
     slots.admit_group(rows, write, prefill)                              or all rows at once
     slots.begin(view)  the model appends one token a row  slots.end()   at every step
     slots.snapshot(slot, start, write)                                   its pieces again
+    slots.move(moves, slots.copies(moves))                               rows go to other slots
 
 The layout alone releases a row: attention never reads the contents of a slot without a row, and
 ``admit`` overwrites what a former row left. Keys and values are packed once: pieces move from
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from batchkv_worker.kv.layers.row_moves import RowMoves
 from batchkv_worker.kv.slots.changes import Arrivals, Relayout
 from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.types import PackedKV, Pieces, Window
@@ -122,6 +124,17 @@ class SlotLayer(ABC):
     @abstractmethod
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:
         """A copy of a row's columns [start, write), in the form for ``admit``."""
+
+    @abstractmethod
+    def copies(self, moves: RowMoves) -> list[mx.array]:
+        """Copies of what moves, lazily, for ``move``. They are to be computed before it.
+
+        None from a layer that does not write in place.
+        """
+
+    @abstractmethod
+    def move(self, moves: RowMoves, copies: list[mx.array]) -> None:
+        """Write the copies to the rows' new slots; the slots that were left keep what they have."""
 
     def settle(self) -> bool:
         """After rows were copied in: whether the layer has started that and waits for it itself."""

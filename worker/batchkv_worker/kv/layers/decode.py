@@ -15,11 +15,11 @@ from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.layers.contract import LayerKind, PrefillLayer, SlotLayer
 from batchkv_worker.kv.layers.discover import CacheTree
+from batchkv_worker.kv.layers.row_moves import RowMoves
 from batchkv_worker.kv.layers.slot_costs import have_pools
 from batchkv_worker.kv.layers.step_graphs import StepGraphs
 from batchkv_worker.kv.slots.changes import Arrivals, Demand, Move
 from batchkv_worker.kv.slots.growth import NoRoom
-from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import Changes, SlotLayouts
 from batchkv_worker.kv.slots.step_view import Shapes, StepView, StepViews
 from batchkv_worker.kv.types import Pieces
@@ -40,8 +40,9 @@ class DecodeSlots:
     ) -> None:
         """``replays``: the graph of a step may be used again for the next (``StepGraphs``)."""
         self._backend = backend
-        windows = [kind.window for kind in kinds if kind.window is not None]
+        self._windows = [kind.window for kind in kinds]
         pools = have_pools(kinds)
+        windows = [window for window in self._windows if window is not None]
         self.layouts = SlotLayouts(num_slots, windows, in_any_order=pools)
         self.layers: list[SlotLayer] = [kind.slots() for kind in kinds]
         self.model_cache: list[Any] = tree.nested(self.layers)
@@ -82,7 +83,7 @@ class DecodeSlots:
         for place, piece in pieces.items():
             packed[place], slots[place] = self.layers[place].as_prefix(piece)
         prefix = SharedPrefix(key, num_tokens, parent, packed=packed, slots=slots)
-        mx.eval(prefix.arrays)
+        mx.async_eval(prefix.arrays)  # the blocks that it is made of never change
         return prefix
 
     def admit(
@@ -112,7 +113,7 @@ class DecodeSlots:
         """
         slot, move = self.layouts.make_way(demand, prefix)
         if move is not None:
-            self._move(move)
+            self._move([move])
         try:
             changes = self.layouts.admit(demand, slot, prefix, max_cells)
         except NoRoom:
@@ -122,12 +123,14 @@ class DecodeSlots:
 
     def fill(self, slot: int, pieces: Sequence[Pieces] | None) -> None:
         """The second half: copy a row in, or rows of one length into neighbouring slots."""
-        for index, (layer, layout) in enumerate(self._with_layouts()):
+        layouts = self.layouts.of(self._windows)
+        for index, (layer, layout) in enumerate(zip(self.layers, layouts, strict=True)):
             layer.admit(slot, layout.write, None if pieces is None else pieces[index])
 
     def fill_group(self, rows: Arrivals, group: Sequence[PrefillLayer]) -> None:
         """The same for rows of a computed group, whose layers these are."""
-        for (layer, layout), source in zip(self._with_layouts(), group, strict=True):
+        layouts = self.layouts.of(self._windows)
+        for layer, layout, source in zip(self.layers, layouts, group, strict=True):
             if layer.admit_group(rows, layout.write, source):
                 continue
             for row, count in rows.runs():
@@ -149,13 +152,16 @@ class DecodeSlots:
         """A copy of a row in every layer, in the form for ``admit`` with the same prefix."""
         return [
             layer.snapshot(slot, layout.start(slot), layout.write)
-            for layer, layout in self._with_layouts()
+            for layer, layout in zip(self.layers, self.layouts.of(self._windows), strict=True)
         ]
 
     def row_bytes(self, slot: int) -> int:
         """Bytes of a row's snapshot, at most."""
-        sizes = ((layout.length(slot), kind) for layout, kind in self._kinds_with_layouts())
-        return sum(n * kind.bytes_per_token + kind.bytes_per_row for n, kind in sizes)
+        layouts = self.layouts.of(self._windows)
+        return sum(
+            layout.length(slot) * kind.bytes_per_token + kind.bytes_per_row
+            for layout, kind in zip(layouts, self._kinds, strict=True)
+        )
 
     def release(self, slot: int) -> None:
         """Release a row's slot; this copies nothing."""
@@ -165,12 +171,18 @@ class DecodeSlots:
             for layer in self.layers:
                 layer.drop_pool()
 
-    def close_gap(self) -> Move | None:
-        """Move a row into a free slot below it, if there is one: called until there is none."""
-        move = self.layouts.close_gap()
-        if move is not None:
-            self._move(move)
-        return move
+    def close_gaps(self, most: int = 0) -> list[Move]:
+        """Move rows into free slots below them, all together, until they are in ``most`` slots.
+
+        Returns how rows moved, in an order in which each one's new slot is free.
+        """
+        moves = self.layouts.close_gaps(most)
+        self._move(moves)
+        return moves
+
+    def rows_of_step(self, used: int | None = None) -> int:
+        """Rows that a step computes; ``used``: as if the rows were in so many first slots."""
+        return self._views.shapes.rows_of_step(self.layouts.main, used)
 
     def make_room(self, max_cells: int | None) -> None:
         """Make sure that the next step has its columns; raises NoRoom."""
@@ -181,9 +193,7 @@ class DecodeSlots:
 
         ``is_tight``: drop columns that the next step does not need, too.
         """
-        moves = []
-        while (move := self.close_gap()) is not None:
-            moves.append(move)
+        moves = self.close_gaps()
         self._relayout(self.layouts.shrink(is_tight=is_tight))
         return moves
 
@@ -229,27 +239,37 @@ class DecodeSlots:
     def check(self) -> None:
         """Raise AssertionError unless layouts and buffers agree."""
         self.layouts.check()
-        for layer, layout in self._with_layouts():
+        for layer, layout in zip(self.layers, self.layouts.of(self._windows), strict=True):
             if layout.rows:  # else the next row makes new buffers
                 layer.check(layout.rows, layout.capacity)
 
-    def _with_layouts(self) -> list[tuple[SlotLayer, SlotLayout]]:
-        layouts = self.layouts.all
-        return [(a, layouts[b.window]) for a, b in zip(self.layers, self._kinds, strict=True)]
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Copy rows to their new slots, after the layouts have changed.
 
-    def _kinds_with_layouts(self) -> list[tuple[SlotLayout, LayerKind]]:
-        return [(self.layouts.all[kind.window], kind) for kind in self._kinds]
+        The copies of some layers are made, computed and written, then those of the next. So they
+        take no more than one layer, or than one row.
+        """
+        if not moves:
+            return
+        rows = RowMoves(moves)
+        copied: list[tuple[SlotLayer, list[mx.array]]] = []
+        room = most = self._most_copied()
+        for layer in self.layers:
+            copies = layer.copies(rows)
+            num_bytes = sum(copy.nbytes for copy in copies)
+            if copied and num_bytes > room:
+                written = _written(rows, copied)
+                mx.eval(written)  # it frees the copies
+                room = most
+            copied.append((layer, copies))
+            room -= num_bytes
+        _written(rows, copied)  # and the next step computes that
 
-    def _move(self, move: Move) -> None:
-        """Copy a row's columns to its new slot, after the layouts have changed."""
-        pairs = self._with_layouts()
-        rows = [
-            layer.snapshot(move.source, layout.start(move.target), layout.write)
-            for layer, layout in pairs
-        ]
-        mx.eval(rows)  # a buffer that is still to be read would be copied before it is written
-        for (layer, layout), row in zip(pairs, rows, strict=True):
-            layer.admit(move.target, layout.write, row)
+    def _most_copied(self) -> int:
+        """Bytes of the largest layer, or of one row in all of them if these are more."""
+        rows = max(1, self.layouts.main.rows)
+        sizes = [layer.nbytes for layer in self.layers]
+        return max(*sizes, sum(sizes) // rows)
 
     def _relayout(self, changes: Changes) -> None:
         """Rebuild buffers one layer at a time, so that only one layer is ever held twice."""
@@ -260,3 +280,14 @@ class DecodeSlots:
             if change is not None:
                 layer.relayout(change)
                 mx.eval(layer.arrays)
+
+
+def _written(rows: RowMoves, copied: list[tuple[SlotLayer, list[mx.array]]]) -> list[mx.array]:
+    """Move the copies of some layers to their places. Returns the layers' buffers, lazily."""
+    mx.eval([copies for _, copies in copied])  # a buffer that is still to be read would be copied
+    found = []
+    for layer, copies in copied:
+        layer.move(rows, copies)
+        found += layer.arrays
+    copied.clear()
+    return found

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind, PrefillLayer, SlotLayer
+from batchkv_worker.kv.layers.row_moves import RowMoves
 from batchkv_worker.kv.slots.changes import Relayout
 from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.types import Pieces, Window
@@ -129,6 +130,14 @@ class StateSlots(_Arrays, SlotLayer):
 
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:
         return tuple(mx.contiguous(array[slot : slot + 1]) for array in self.arrays)
+
+    def copies(self, moves: RowMoves) -> list[mx.array]:
+        return []
+
+    def move(self, moves: RowMoves, copies: list[mx.array]) -> None:
+        # New arrays: the model replaces them at the next step anyway.
+        self._fit(max(self._rows, moves.num_slots))
+        self.swap([mx.take(array, moves.order(self._rows), axis=0) for array in self.arrays])
 
     def relayout(self, change: Relayout) -> None:
         """Does nothing: there are no columns, and the rows are those of the steps."""

@@ -76,6 +76,10 @@ class SlotLayouts:
         self.all.update({window: SlotLayout(num_slots, window) for window in sorted(set(windows))})
         self.prefixes: dict[int, PrefixPart] = {}  # by slot
 
+    def of(self, windows: Iterable[Window]) -> list[SlotLayout]:
+        """The layouts of layers with these windows, one for each layer."""
+        return [self.all[window] for window in windows]
+
     @property
     def num_slots(self) -> int:
         return self.main.num_slots
@@ -284,6 +288,17 @@ class SlotLayouts:
         move = Move(max(run), gap[1])
         self._move(move)
         return move
+
+    def close_gaps(self, most: int = 0) -> list[Move]:
+        """Move rows into free slots below them, until none is left or rows are in ``most`` slots.
+
+        In the order of the moves each target is free. No row moves twice, because its new slot is
+        below all gaps that are left. A row may enter a slot that another has left.
+        """
+        moves = []
+        while self.main.num_rows > most and (move := self.close_gap()) is not None:
+            moves.append(move)
+        return moves
 
     def check(self) -> None:
         """Raise AssertionError if the layouts contradict each other."""

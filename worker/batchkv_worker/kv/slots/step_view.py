@@ -44,9 +44,9 @@ class Shapes:
     group_cost: int = 2048
     mask_rank: int = 4
 
-    def rows_of_step(self, layout: SlotLayout) -> int:
-        """Rows that a step computes; never more than the buffers have."""
-        used = layout.num_rows
+    def rows_of_step(self, layout: SlotLayout, used: int | None = None) -> int:
+        """Rows that a step computes, as far as the buffers have so many; see ``padded_rows``."""
+        used = layout.num_rows if used is None else used
         padded = round_up(used, self.rows) if self.padded_rows is None else self.padded_rows(used)
         return min(layout.rows, padded)
 
