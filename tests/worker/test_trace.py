@@ -21,6 +21,7 @@ from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.events import Completed
 from batchkv_worker.sequence import Generation, Sequence
 from batchkv_worker.trace import (
+    AHEAD,
     DECODE,
     END,
     ENGINE,
@@ -204,6 +205,9 @@ def test_a_demo_run_tells_where_its_time_went(tmp_path: Path) -> None:
     assert sum(engine.values()) == pytest.approx(span(events, ENGINE.number), abs=1e-3)
     assert sum(main.values()) == pytest.approx(span(events, MAIN.number), abs=1e-3)
     assert set(main) == {START, IDLE, REDIS}
+    ahead = phases(events, AHEAD.number)
+    assert set(ahead) == {PREPARE, IDLE}
+    assert sum(ahead.values()) == pytest.approx(span(events, AHEAD.number), abs=1e-3)
     assert sum(main.values()) > sum(engine.values())  # it starts the other, and ends it
     assert any(event["ph"] == "C" and event["args"]["peak_mb"] > 1 for event in events)
 

@@ -7,7 +7,7 @@ its last message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -200,6 +200,25 @@ class HasProgress(EngineLike, Protocol):
 
     def progress(self) -> Progress:
         """The rows that it has, and the tokens that it has computed. From any thread, quickly."""
+        ...
+
+
+@runtime_checkable
+class PreparesAhead(EngineLike, Protocol):
+    """An engine whose rows may be prepared on another thread, while it computes.
+
+    ``prepares_ahead``: whether its tokenizer allows that; otherwise rows come by ``add`` alone.
+    """
+
+    @property
+    def prepares_ahead(self) -> bool: ...
+
+    def prepare(self, work: Work) -> Callable[[], None]:
+        """Do all of ``add`` that needs no MLX and changes no state of the engine.
+
+        From another thread, one row at a time. The engine's thread then calls what it returns:
+        this adds the row, or refuses it.
+        """
         ...
 
 

@@ -188,6 +188,7 @@ class Trace:
 # Of this process, because the phases of its threads belong to all of its parts.
 MAIN = Track(1, "main: Redis")
 ENGINE = Track(2, "engine")
+AHEAD = Track(3, "rows prepared ahead")
 _open: Trace | None = None
 
 
@@ -196,7 +197,7 @@ def open_trace(path: str, process: str, clock: Callable[[], float] = time.perf_c
     global _open
     close_trace()
     file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - it stays open until the end
-    _open = Trace(file, (MAIN, ENGINE), clock)
+    _open = Trace(file, (MAIN, ENGINE, AHEAD), clock)
     _open.begin(process)
 
 

@@ -13,7 +13,7 @@ from batchkv_producer.wire.adapter import Adapter
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine.adapter_engine import AdapterEngine
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.events import Completed, ExchangesAdapters, Work
+from batchkv_worker.events import Completed, ExchangesAdapters, PreparesAhead, Work
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.model.adapter_files import read
@@ -57,12 +57,8 @@ def completed(engine: AdapterEngine, prompts: Sequence[list[int]] = PROMPTS) -> 
         text = " ".join(map(str, prompt))
         request = Request(str(number), "completion", prompt=text, params=params)
         engine.add(Work(str(number), request, shared_bytes=len(text)))
-    ended: dict[str, Completed] = {}
-    while not engine.is_idle:
-        for event in engine.step():
-            assert isinstance(event, Completed), event
-            ended[event.job_id] = event
-    return [ended[str(number)] for number in range(len(prompts))]
+    found = {event.job_id: event for event in ended(engine)}
+    return [found[str(number)] for number in range(len(prompts))]
 
 
 CASES: list[tuple[str, Make, str]] = [
@@ -110,6 +106,34 @@ def test_tokens_are_those_of_mlx_lm_with_the_adapter(tmp_path: Path, make: Make,
         assert answers == [tiny_models.alone(models[name], prompt, COUNT) for prompt in PROMPTS]
     assert len({str(answers) for answers in found.values()}) == 3  # the adapters matter
     assert len({maker.fingerprint for maker in engine.makers.values()}) == 3
+
+
+def test_rows_are_prepared_for_the_adapter_that_is_served(tmp_path: Path) -> None:
+    """A row that another thread prepares has the tokens of one that is added at once."""
+    model = tiny_models.build("llama")
+    engine = serving(model, [write_adapter(tmp_path / "a", model, seed=1)])
+    assert isinstance(engine, PreparesAhead)
+    assert engine.prepares_ahead == engine.engine.prepares_ahead
+    for name in ("", "a"):
+        engine.serve(name)
+        want = tokens_of(engine, PROMPTS[:1])
+        params = SamplingParams(max_tokens=COUNT, temperature=0.0)
+        request = Request("r", "completion", prompt=" ".join(map(str, PROMPTS[0])), params=params)
+        queue = engine.prepare(Work("r", request))
+        assert engine.is_idle
+        queue()
+        assert [list(event.token_ids) for event in ended(engine)] == want
+    engine.close()
+
+
+def ended(engine: AdapterEngine) -> list[Completed]:
+    """The rows that end until there are none."""
+    found = []
+    while not engine.is_idle:
+        for event in engine.step():
+            assert isinstance(event, Completed), event
+            found.append(event)
+    return found
 
 
 def test_blocks_are_of_one_adapter(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,10 +32,12 @@ import batchkv_worker
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import Request, encode_job
 from batchkv_producer.wire.transitions import Transitions
+from batchkv_worker.errors import EXIT_ENGINE_DIED
+from batchkv_worker.events import Work
 from batchkv_worker.queue.rq_worker import BatchWorker
 from batchkv_worker.queue.startup import default_name
 from batchkv_worker.settings import WorkerSettings
-from support.fake_engine import FakeEngine, FakePlan, rows_of
+from support.fake_engine import FakeEngine, FakePlan, prompt_of, rows_of
 from support.redis_server import RedisServer
 from support.worker_harness import (
     MODEL,
@@ -469,3 +472,33 @@ def test_what_we_use_of_rq_is_there() -> None:
     source = inspect.getsource(BaseWorker)
     for attribute in ("pubsub_thread", "pubsub", "worker_ttl", "last_heartbeat", "connection"):
         assert f"self.{attribute}" in source
+
+
+def test_an_engine_that_died_beside_a_long_prompt_keeps_its_exit_code(
+    redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends at once, because native code must not run at the interpreter's end. Whoever
+    started it learns why all the same."""
+    gate, codes = threading.Event(), list[int]()
+
+    class Ahead(FakeEngine):
+        prepares_ahead = True
+
+        def prepare(self, work: Work) -> Callable[[], None]:
+            if prompt_of(work) == "long":
+                assert gate.wait(20)
+            return lambda: self.add(work)
+
+    class Worker(BatchWorker):
+        @staticmethod
+        def engine_factory(settings: WorkerSettings) -> FakeEngine:
+            return Ahead(*rows_of(settings), FakePlan())
+
+    monkeypatch.setattr(os, "_exit", codes.append)
+    submit(redis_connection, ["crash", "long"])
+    settings = WorkerSettings(model=MODEL)
+    worker = Worker([QUEUE], None, connection=redis_connection, settings=settings)
+    with pytest.raises(SystemExit) as ended:
+        work(worker)
+    gate.set()
+    assert codes == [ended.value.code] == [EXIT_ENGINE_DIED]

@@ -98,6 +98,13 @@ class AdapterEngine:
     def add(self, work: Work) -> None:
         self.engine.add(work)
 
+    @property
+    def prepares_ahead(self) -> bool:
+        return self.engine.prepares_ahead
+
+    def prepare(self, work: Work) -> Callable[[], None]:
+        return self.engine.prepare(work)
+
     def cancel(self, job_id: str) -> None:
         self.engine.cancel(job_id)
 

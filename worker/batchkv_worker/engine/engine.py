@@ -1,6 +1,6 @@
 """The engine: continuous batching over decode slots. ``step`` is schedule, run, finish.
 
-One thread owns it and all of MLX. A step has three parts:
+One thread owns it and all of MLX; ``prepare`` alone may run beside it. A step has three parts:
 
 (a) compute prompt chunks while slots are free;
 (b) build the graph of the next decode step while the last step still runs;
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 
 import mlx.core as mx
 
 from batchkv_producer.wire.constraint import Constraint
 from batchkv_producer.wire.job import ErrorCode
-from batchkv_worker.engine.answers.rows import Answers
+from batchkv_worker.engine.answers.preparing import Preparing
 from batchkv_worker.engine.audit import Audit
 from batchkv_worker.engine.chunk_size import choose_chunk
 from batchkv_worker.engine.config import EngineConfig
@@ -40,7 +41,7 @@ from batchkv_worker.engine.row_ends import RowEnds
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
 from batchkv_worker.engine.tokens.choices import Choices
-from batchkv_worker.engine.tokens.requests import check_memory, prepare
+from batchkv_worker.engine.tokens.requests import check_memory
 from batchkv_worker.engine.tokens.sampling import FewTokens, sample
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Event, Work
@@ -75,6 +76,7 @@ class Engine:
         pressure: Pressure | None = None,
     ) -> None:
         self.loaded, self.config = loaded, config
+        self.num_slots, self.max_in_flight = config.slots, config.slots + config.prefetch
         self.plan = plan = make_plan(
             *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
             config.backend or choose_backend(),
@@ -85,7 +87,6 @@ class Engine:
             NoSharedPrefixes() if access is None else StoreClient(access, loaded, plan)
         )
         client, prefix_bytes = self.client, config.prefix_bytes
-        audit = Audit(config.audit, client.count)
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
             *(plan.costs, plan.kinds, client.root, client.on_new),
@@ -109,12 +110,12 @@ class Engine:
         self._prefill = Prefill(
             *(loaded.model, plan, self._scheduler, self.prefixes, client, self._builder.build)
         )
-        self._answers, self._grammars = Answers(loaded), Grammars(loaded)
+        self._preparing, self._grammars = Preparing(loaded), Grammars(loaded)
         self._decode_rows = DecodeRows(
             *(self._slots, self._scheduler, self.prefixes, self._prefill, self._builder)
         )
-        self._rows, self._choices = self._decode_rows.by_slot, Choices()
-        self._live = LiveRows(self._decode_rows, config.lane_chunk)
+        self._rows, self.prepares_ahead = self._decode_rows.by_slot, self._preparing.is_free
+        self._choices, self._live = Choices(), LiveRows(self._decode_rows, config.lane_chunk)
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
         self._relief = Relief(pressure or NoPressure(), self._decode_rows, self.prefixes)
@@ -122,21 +123,11 @@ class Engine:
         self._in_flight: Step | None = None
         self._upcoming: Step | OpenStep | None = None  # built, and not started as a whole
         self._ends = RowEnds(
-            *(loaded, self._decode_rows, self._prefill, audit),
+            *(loaded, self._decode_rows, self._prefill, Audit(config.audit, client.count)),
             *(self._choices, client, self._cancel),
         )
         self._diagnostics = Diagnostics(self._ends, self._recovery, self._relief)
         self.report, self.memory_bytes, self.figures, self.progress = self._diagnostics.readers
-
-    # -- called by the thread that owns the engine
-
-    @property
-    def num_slots(self) -> int:
-        return self.config.slots
-
-    @property
-    def max_in_flight(self) -> int:
-        return self.config.slots + self.config.prefetch
 
     @property
     def is_idle(self) -> bool:
@@ -146,11 +137,20 @@ class Engine:
 
     def add(self, work: Work) -> None:
         """Queue a row; one that can never run is rejected with the next step's events."""
+        self.prepare(work)()
+
+    def prepare(self, work: Work) -> Callable[[], None]:
+        """Make a row, on any one thread. What is returned queues it, on the engine's thread."""
+        try:
+            shared = self.client.counts_shared
+            made = self._preparing.prepare(work, counts_shared=shared)
+        except RowRefused as refusal:
+            return partial(self._ends.refuse, work.job_id, refusal.code, str(refusal))
+        return partial(self._queue, work, *made)
+
+    def _queue(self, work: Work, row: Sequence, constraint: Constraint | None) -> None:
         try:
             with refusals("the prompt cannot be prepared"):
-                shared = self.client.counts_shared
-                row = prepare(work, self.loaded, counts_shared=shared)
-                constraint = self._answers.attach(row, work.request).constraint
                 self._live.attach(row, work, self.loaded.tokenizer)
                 self.submit_row(row, work.num_choices, work.num_wanted, constraint)
         except RowRefused as refusal:
@@ -171,8 +171,8 @@ class Engine:
         check_memory(row, self._scheduler.memory)
         self._grammars.begin(row, constraint)
         self.prefixes.name(row)
-        num_wanted = max(num_choices, num_wanted)
-        self._choices.add(row, num_choices, num_wanted, lambda: self.loaded.tokenizer.detokenizer)
+        counts = num_choices, max(num_choices, num_wanted)
+        self._choices.add(row, *counts, lambda: self.loaded.tokenizer.detokenizer)
         self.client.begin(row)
         self._scheduler.add(row)
 

@@ -1,24 +1,36 @@
 """The engine on its own thread, the only one that touches MLX.
 
 The main thread puts orders into the inbox (``add``, ``cancel``, ``stop``) and reads lists of
-notices from the outbox. The engine waits only for its inbox, and only while it is idle. It does not
-know Redis. A slow main thread only lets the outbox grow. Events of live rows do not go through it:
-``on_live`` gets them on the engine's thread.
+notices from the outbox. Another thread prepares the rows of the inbox, if the engine allows that.
+The engine waits only for its inbox, and only while it is idle or begins. It does not know Redis. A
+slow main thread only lets the outbox grow. Events of live rows do not go through it: ``on_live``
+gets them on the engine's thread.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from batchkv_producer.wire.maker import NOBODY, Maker
+from batchkv_worker.engine.orders.ahead import Ahead
+from batchkv_worker.engine.orders.inbox import (
+    Cancel,
+    Failed,
+    Inbox,
+    Order,
+    Recall,
+    Row,
+    Serve,
+    Stop,
+)
 from batchkv_worker.errors import WorkerError
 from batchkv_worker.events import (
     EngineDied,
@@ -28,12 +40,13 @@ from batchkv_worker.events import (
     HasFigures,
     HasProgress,
     Piece,
+    PreparesAhead,
     Recalled,
     Serving,
     Work,
 )
 from batchkv_worker.faults import WORKAROUNDS, is_device_fault
-from batchkv_worker.figures.engine import EngineFigures, Progress
+from batchkv_worker.figures.engine import IN_WAITING, EngineFigures, Progress
 from batchkv_worker.figures.histogram import STEP_BOUNDS, Histogram
 from batchkv_worker.model.load_progress import listening
 from batchkv_worker.trace import DECODE, END, ENGINE, IDLE, PREPARE, START, note
@@ -43,6 +56,7 @@ log = logging.getLogger("batchkv.worker")
 ORDERS_SECONDS = 0.05  # spent on new rows between two steps
 IDLE_SECONDS = 5.0  # after which, and every so often, an idle engine gives memory back
 FIRST_ORDERS_SECONDS = 1.0  # the same when no row decodes: rows that start together end together
+AHEAD_STOP_SECONDS = 0.5  # waited for a row that is being prepared, once the engine has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,38 +80,19 @@ LiveEvents = Callable[[list[Event]], object]
 Notice = Event | Ready | LoadFailed | Wake | Recalled | Serving
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Recall:
-    job_ids: tuple[str, ...]
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Serve:
-    adapter: str
-
-
-_Order = Work | _Cancel | _Recall | _Serve | None  # None: stop
-
-
 class EngineThread:
     """Owns the thread. The main thread calls the methods; they return at once, except ``join``."""
 
     def __init__(self, factory: Callable[[], EngineLike]) -> None:
         self._factory = factory
-        self._inbox: SimpleQueue[Sequence[_Order]] = SimpleQueue()
-        self._orders: deque[_Order] = deque()  # taken from the inbox, not carried out yet
+        self._inbox = Inbox()
         self._outbox: SimpleQueue[Sequence[Notice]] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="batchkv-engine", daemon=True)
         self._engine: EngineLike | None = None
         self._read_figures: Callable[[], EngineFigures] | None = None  # once it is built
         self._read_progress: Callable[[], Progress] | None = None  # the same
-        self.num_steps = 0
+        self._ahead: Ahead | None = None  # once it is built, if it allows that
+        self._num_done = 0  # steps, and orders that take long
         self.steps = Histogram(STEP_BOUNDS)  # how long each took
         self.num_slots = self.max_in_flight = 0  # until it is built
         self.maker: Maker = NOBODY  # until it is built
@@ -119,24 +114,29 @@ class EngineThread:
     def add(self, works: Sequence[Work]) -> None:
         """Give the engine rows to generate, all at once, so that it can group all of them."""
         if works:
-            self._inbox.put(tuple(works))
+            self._inbox.add(works)
 
     def cancel(self, job_id: str) -> None:
         """Cancel a row; an event that was already sent may still come."""
-        self._inbox.put((_Cancel(job_id),))
+        self._inbox.cancel(job_id)
 
     def recall(self, job_ids: Sequence[str], count: int) -> None:
         """Cancel up to ``count`` of these rows if they wait; ``Recalled`` names those."""
-        self._inbox.put((_Recall(tuple(job_ids), count),))
+        self._inbox.give(Recall(tuple(job_ids), count))
 
     def serve(self, adapter: str) -> None:
         """Exchange the adapter while no row is in the engine; ``Serving`` says when it is done."""
         self.loading = f"loading adapter {adapter}" if adapter else "loading the model alone"
-        self._inbox.put((_Serve(adapter),))
+        self._inbox.give(Serve(adapter))
 
     def stop(self) -> None:
         """Ask the thread to end after its current step."""
-        self._inbox.put((None,))
+        self._inbox.give(Stop())
+
+    @property
+    def num_steps(self) -> int:
+        """Grows with each step, and with each prepared row: a long prompt takes time, too."""
+        return self._num_done + self._inbox.num_prepared
 
     @property
     def memory_bytes(self) -> int:
@@ -155,7 +155,11 @@ class EngineThread:
     def figures(self) -> EngineFigures | None:
         """The engine's figures; None if it has none, or is just being changed."""
         try:
-            return None if self._read_figures is None else self._read_figures()
+            if self._read_figures is None:
+                return None
+            found, num_here = self._read_figures(), self._inbox.num_rows
+            levels = {**found.levels, IN_WAITING: found.levels.get(IN_WAITING, 0) + num_here}
+            return replace(found, levels=levels)
         except Exception:
             log.debug("the engine's figures cannot be read", exc_info=True)
             return None
@@ -163,7 +167,10 @@ class EngineThread:
     def progress(self) -> Progress | None:
         """How far the engine is; None if it does not say, or is just being changed."""
         try:
-            return None if self._read_progress is None else self._read_progress()
+            if self._read_progress is None:
+                return None
+            found = self._read_progress()
+            return replace(found, num_waiting=found.num_waiting + self._inbox.num_rows)
         except Exception:
             log.debug("the engine's progress cannot be read", exc_info=True)
             return None
@@ -173,15 +180,21 @@ class EngineThread:
         if self._engine is None:
             return "it was still being built"
         try:
-            return self._engine.report()
+            waiting = f"{self._inbox.num_rows} rows on their way to it"
+            return f"{self._engine.report()}; {waiting}, {self._inbox.num_raw} not prepared"
         except Exception as fault:  # noqa: BLE001 - it may be half way through anything
             return f"its state cannot be read: {type(fault).__name__}"
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the thread's end. Returns whether it has ended."""
+        """Wait for the thread's end. Returns whether it has ended and no row is being prepared.
+
+        A long prompt is not waited for.
+        """
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        return self._ahead is None or self._ahead.join(min(AHEAD_STOP_SECONDS, timeout_seconds))
 
     def wake(self) -> None:
         """End a wait in ``notices``. Safe in a signal handler and from any thread."""
@@ -214,6 +227,7 @@ class EngineThread:
             self._outbox.put((EngineDied(f"{type(error).__name__}: {error}", is_of_device),))
         finally:
             ENGINE.enter(END)
+            self._inbox.close()
             _note_memory()
             try:
                 if engine is not None:
@@ -234,6 +248,9 @@ class EngineThread:
             self._read_figures = engine.figures
         if isinstance(engine, HasProgress):
             self._read_progress = engine.progress
+        if isinstance(engine, PreparesAhead) and engine.prepares_ahead:
+            self._ahead = Ahead(self._inbox, engine.prepare)
+            self._ahead.start()
         self._outbox.put((Ready(),))
         while self._take_orders(engine):
             if engine.is_idle:
@@ -242,7 +259,7 @@ class EngineThread:
             began = time.perf_counter()
             events = engine.step()
             self.steps.add(time.perf_counter() - began)
-            self.num_steps += 1
+            self._num_done += 1
             self.max_in_flight = engine.max_in_flight
             if self._live:
                 events = self._without_live(events)
@@ -268,32 +285,47 @@ class EngineThread:
         was_idle = engine.is_idle
         if was_idle:
             ENGINE.enter(IDLE)
-        try:
-            order = self._next_order(block=was_idle)
-            ENGINE.enter(PREPARE)
-            until = time.monotonic() + (FIRST_ORDERS_SECONDS if was_idle else ORDERS_SECONDS)
-            while order is not None:
-                if isinstance(order, _Cancel):
-                    engine.cancel(order.job_id)
-                    self._live.discard(order.job_id)
-                elif isinstance(order, _Recall):
-                    found = engine.recall(order.job_ids, order.count)
-                    self._outbox.put((Recalled(tuple(found)),))
-                elif isinstance(order, _Serve):
-                    self._exchange(engine, order.adapter)
-                else:
-                    if order.is_live:
-                        self._live.add(order.job_id)
-                    engine.add(order)
-                    self.num_steps += 1  # progress too: a long prompt takes time to tokenize
-                if not engine.is_idle and time.monotonic() > until:
-                    return True  # the other orders wait, so that rows in slots go on
-                order = self._next_order(block=False)
-        except Empty:
-            if was_idle and engine.is_idle:
+            if not self._inbox.wait(IDLE_SECONDS):
                 engine.rest()
-            return True
-        return False
+                return True
+        ENGINE.enter(PREPARE)
+        until = time.monotonic() + (FIRST_ORDERS_SECONDS if was_idle else ORDERS_SECONDS)
+        num_missing = engine.num_slots if was_idle else 0
+        while True:
+            waits = num_missing > 0 and not self._live
+            order = self._inbox.next(math.inf if engine.is_idle else until if waits else -math.inf)
+            if order is None:
+                return True
+            if isinstance(order, Stop):
+                return False
+            self._carry_out(order, engine)
+            if isinstance(order, Row):
+                num_missing -= order.work.num_choices
+            if not engine.is_idle and time.monotonic() > until:
+                return True  # the other orders wait, so that rows in slots go on
+
+    def _carry_out(self, order: Order, engine: EngineLike) -> None:
+        match order:
+            case Cancel(job_id):
+                engine.cancel(job_id)
+                self._live.discard(job_id)
+            case Recall(job_ids):
+                found, left = self._inbox.recall(order)
+                found += engine.recall(job_ids, left)
+                self._outbox.put((Recalled(tuple(found)),))
+            case Serve(adapter):
+                self._exchange(engine, adapter)
+            case Failed(error):
+                reason = f"the thread that prepares rows ended: {type(error).__name__}: {error}"
+                raise RuntimeError(reason) from error
+            case Row(work, add):
+                if work.is_live:
+                    self._live.add(work.job_id)
+                if add is None:
+                    engine.add(work)
+                else:
+                    add()
+                self._num_done += 1
 
     def _exchange(self, engine: EngineLike, adapter: str) -> None:
         assert isinstance(engine, ExchangesAdapters)
@@ -301,14 +333,8 @@ class EngineThread:
             engine.serve(adapter)
         self.num_slots, self.max_in_flight = engine.num_slots, engine.max_in_flight
         self.maker, self.loading = engine.maker, ""
-        self.num_steps += 1
+        self._num_done += 1
         self._outbox.put((Serving(adapter),))
-
-    def _next_order(self, *, block: bool) -> _Order:
-        """The oldest order; raises Empty when there is none, after IDLE_SECONDS with ``block``."""
-        while not self._orders:
-            self._orders.extend(self._inbox.get(block, IDLE_SECONDS if block else None))
-        return self._orders.popleft()
 
 
 def _job_of(event: Event) -> str:

@@ -165,6 +165,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             state = WorkerState(InFlight(settings.model, self.name), self._stop, pause)
             state.live = self._lane = self._live_lane(settings, engine, state)
             session = self._session = Session(side, engine, state, settings, limits)
+            code = 0
             try:
                 self._lane.start()
                 engine.start()
@@ -172,7 +173,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             finally:
                 self.teardown()
                 presence.remove()
-                self._end_engine(engine)
+                self._end_engine(engine, code)
         if code:
             raise SystemExit(code)
         return session.num_taken > 0
@@ -213,18 +214,21 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             session.leave()
             raise
 
-    def _end_engine(self, engine: EngineThread) -> None:
-        """Let the engine's thread end, because MLX must not run when the interpreter ends."""
+    def _end_engine(self, engine: EngineThread, code: int) -> None:
+        """Let the engine's threads end, because native code must not run when the interpreter ends.
+
+        Otherwise end the process at once, with the code of the error that is raised, or this one.
+        """
         engine.stop()
         is_over = engine.join(ENGINE_STOP_SECONDS)
         close_trace()
         if is_over:
             return
-        self.log.warning("the engine is still in a step; leaving without it")
+        self.log.warning("the engine is still in a step or a long prompt; leaving without it")
         error = sys.exception()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.code if isinstance(error, SystemExit) and type(error.code) is int else 0)
+        os._exit(error.code if isinstance(error, SystemExit) and type(error.code) is int else code)
 
     def _redis_side(self, settings: WorkerSettings, presence: Presence) -> RedisSide:
         return RedisSide(

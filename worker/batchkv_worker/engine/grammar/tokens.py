@@ -45,7 +45,7 @@ class TokenTable:
 def token_table(loaded: LoadedModel) -> TokenTable:
     """The table of a model; raises GrammarFault if its tokenizer is a slow one.
 
-    Called on the engine's thread: a tokenizer may not be read while it is used.
+    The tokenizer is only read here, so that another thread may use it meanwhile.
     """
     tokenizer = getattr(loaded.tokenizer, "_tokenizer", None)
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,0 +1,174 @@
+"""The inbox alone: what overtakes what, and where a cancelled row is dropped."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from batchkv_producer.wire.job import Request, SamplingParams
+from batchkv_worker.engine.orders.inbox import Cancel, Failed, Inbox, Recall, Row, Serve, Stop
+from batchkv_worker.events import Work
+
+
+def work(job_id: str, *, is_live: bool = False, n: int | None = None) -> Work:
+    params = SamplingParams(n=n)
+    request = Request(custom_id=job_id, endpoint="completion", prompt="p", params=params)
+    return Work(job_id, request, is_live=is_live)
+
+
+def works(*names: str) -> list[Work]:
+    return [work(name) for name in names]
+
+
+def ahead() -> Inbox:
+    """An inbox whose rows are prepared, here by the test."""
+    inbox = Inbox()
+    inbox.begin_ahead()
+    return inbox
+
+
+def prepare(inbox: Inbox, count: int = 1) -> None:
+    for _ in range(count):
+        assert inbox.next_raw() is not None
+        inbox.put(lambda: None)
+
+
+def rows(inbox: Inbox) -> list[str]:
+    """The rows that come now, in order."""
+    found = []
+    while isinstance(order := inbox.next(), Row):
+        found.append(order.work.job_id)
+    assert order is None
+    return found
+
+
+def test_rows_come_in_their_order_and_live_ones_first() -> None:
+    """Of an engine that prepares ahead or not; live rows overtake where rows wait, twice."""
+    plain = Inbox()
+    plain.add([*works("a", "b"), work("l1", is_live=True), work("l2", is_live=True)])
+    assert rows(plain) == ["l1", "l2", "a", "b"]
+    inbox = ahead()
+    inbox.add(works("a", "b", "c"))
+    prepare(inbox, 2)
+    inbox.add([work("l1", is_live=True)])
+    prepare(inbox)
+    assert rows(inbox) == ["l1", "a", "b"]
+    prepare(inbox)
+    assert rows(inbox) == ["c"]
+
+
+def test_rows_that_came_before_the_engine_was_built_are_prepared_too() -> None:
+    """Rows may be added while the engine loads."""
+    inbox = Inbox()
+    inbox.add(works("a", "b"))
+    inbox.begin_ahead()
+    assert (inbox.num_raw, inbox.num_rows) == (2, 2)
+    assert inbox.next() is None
+    prepare(inbox)
+    assert (inbox.num_raw, inbox.num_rows, inbox.num_prepared) == (1, 2, 1)
+    assert rows(inbox) == ["a"]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_all_other_orders_overtake_rows(is_ahead: bool) -> None:
+    """A stop does not wait for rows, and a recall finds those that were added before it."""
+    inbox = ahead() if is_ahead else Inbox()
+    inbox.add(works("a"))
+    for order in (recall := Recall(("a",), 1), Serve("x"), Stop()):
+        inbox.give(order)
+    assert [inbox.next(), inbox.next(), inbox.next()] == [recall, Serve("x"), Stop()]
+
+
+def test_a_row_is_dropped_wherever_it_is() -> None:
+    """Waiting, being prepared or prepared: then the engine hears nothing of it."""
+    inbox = ahead()
+    inbox.add(works("ready", "current", "raw", "left"))
+    prepare(inbox)
+    assert inbox.next_raw() == work("current")
+    for name in ("ready", "current", "raw"):
+        inbox.cancel(name)
+    assert inbox.num_rows == 1
+    inbox.put(lambda: None)
+    assert rows(inbox) == []
+    prepare(inbox)
+    assert rows(inbox) == ["left"]
+
+
+def test_a_row_may_come_again_after_it_was_cancelled() -> None:
+    """The engine cancels the one that it has before it gets the new one."""
+    inbox = ahead()
+    inbox.add(works("a"))
+    prepare(inbox)
+    assert rows(inbox) == ["a"]
+    inbox.cancel("a")
+    inbox.add(works("a"))
+    prepare(inbox)
+    assert inbox.next() == Cancel("a")
+    assert rows(inbox) == ["a"]
+
+
+def test_a_recall_takes_the_last_rows_first() -> None:
+    """Rows that nothing was done for go before prepared ones. Each choice of a row counts."""
+    inbox = ahead()
+    inbox.add([*works("ready", "kept", "current", "raw"), work("many", n=3), work("last")])
+    prepare(inbox, 2)
+    assert inbox.next_raw() == work("current")
+    wanted = ("ready", "current", "raw", "many", "last", "unknown")
+    assert inbox.recall(Recall(wanted, 3)) == (["last", "raw", "current"], 0)
+    inbox.put(lambda: None)
+    assert inbox.recall(Recall(wanted, 4)) == (["many", "ready"], 0)
+    assert inbox.recall(Recall(wanted, 4)) == ([], 4)
+    assert rows(inbox) == ["kept"]
+
+
+def test_a_wait_for_rows_ends_when_there_are_none_to_prepare() -> None:
+    """The last one may be cancelled meanwhile; then there is nothing to wait for."""
+    inbox = ahead()
+    assert inbox.next(math.inf) is None
+    inbox.add(works("a"))
+    assert inbox.next(time.monotonic() + 0.01) is None
+    timer = threading.Timer(0.05, inbox.cancel, ["a"])
+    timer.start()
+    assert inbox.next(math.inf) == Cancel("a") or inbox.num_rows == 0
+    timer.join()
+
+
+def test_a_wait_ends_with_any_order_or_row() -> None:
+    """Also with a row that is not prepared: the engine then waits for it, and does not rest."""
+    for give in (
+        lambda one: one.give(Stop()),
+        lambda one: one.add(works("a")),
+        lambda one: one.cancel("a"),
+        lambda one: one.fail(ValueError()),
+    ):
+        inbox = ahead()
+        assert not inbox.wait(0.01)
+        timer = threading.Timer(0.02, give, [inbox])
+        timer.start()
+        assert inbox.wait(60)
+        timer.join()
+
+
+def test_after_a_stop_no_row_is_prepared() -> None:
+    """And a closed inbox has nothing, whatever is being prepared."""
+    for end in (lambda one: one.give(Stop()), Inbox.close):
+        inbox = ahead()
+        inbox.add(works("a", "b"))
+        assert inbox.next_raw() == work("a")
+        end(inbox)
+        assert inbox.next_raw() is None
+    inbox.put(lambda: None)
+    assert inbox.num_rows == 0
+    assert inbox.next() is None
+
+
+def test_the_end_of_the_preparing_thread_is_told_first() -> None:
+    """Before rows that are still here."""
+    inbox = ahead()
+    inbox.add(works("a", "b"))
+    prepare(inbox)
+    inbox.fail(fault := ValueError("gone"))
+    assert inbox.next() == Failed(fault)

@@ -1,0 +1,227 @@
+"""The orders to an engine, and the rows on their way to it. Any thread may call it.
+
+A row goes from ``add`` to the thread that prepares it (``ahead``), and from there to the engine's
+thread. An engine that does not prepare ahead gets it at once. Rows that somebody waits for go
+before all others. All other orders overtake rows. So each of them sees every row that was added
+before it, wherever that row is: here or in the engine. A row that is cancelled here never comes to
+the engine. So rows may come again after they were cancelled.
+
+``max_in_flight`` of the engine limits how many rows are here, because the main thread counts them
+as the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from batchkv_worker.events import Work
+
+LONGEST_WAIT_SECONDS = 60.0  # of one wait: an infinite one cannot be asked for
+
+Add = Callable[[], object]  # adds a prepared row to the engine, on its thread
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Cancel a row that the engine has."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Cancel up to ``count`` of these rows, if nothing of them was computed."""
+
+    job_ids: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Exchange the adapter."""
+
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The engine's thread ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The thread that prepares rows has ended by itself."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row for the engine. ``add`` adds it; None: it is not prepared."""
+
+    work: Work
+    add: Add | None = None
+
+
+Order = Cancel | Recall | Serve | Stop | Failed | Row
+
+
+class Inbox:
+    """Owns all orders that were not carried out yet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # and the lock of all below
+        self._orders: deque[Cancel | Recall | Serve | Stop | Failed] = deque()
+        self._raw, self._ready = _Rows(), _Rows()  # to be prepared; to be added
+        self._current: Row | None = None  # is being prepared; None also if it was dropped
+        self._is_ahead = self._is_stopped = False
+        self.num_prepared = 0
+
+    # -- called by those who give orders
+
+    def add(self, works: Iterable[Work]) -> None:
+        """Give the engine rows, all at once, so that it can group all of them."""
+        with self._changed:
+            rows = self._raw if self._is_ahead else self._ready
+            for work in works:
+                rows.put(Row(work))
+            self._changed.notify_all()
+
+    def cancel(self, job_id: str) -> None:
+        """Drop a row if it is here, and else have the engine cancel it."""
+        with self._changed:
+            if not self._drop(job_id):
+                self._orders.append(Cancel(job_id))
+            self._changed.notify_all()
+
+    def give(self, order: Recall | Serve | Stop) -> None:
+        """Give an order that is no row and cancels none. After Stop no row is prepared."""
+        with self._changed:
+            self._orders.append(order)
+            self._is_stopped |= isinstance(order, Stop)
+            self._changed.notify_all()
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the engine does not have yet."""
+        return self.num_raw + len(self._ready)
+
+    @property
+    def num_raw(self) -> int:
+        """How many rows are not prepared yet. 0 if the engine prepares them itself."""
+        return len(self._raw) + (self._current is not None)
+
+    # -- called by the engine's thread
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for an order or a row, prepared or not; whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._orders or self.num_rows), seconds)
+
+    def next(self, until: float = -math.inf) -> Order | None:
+        """The next order; None if there is none.
+
+        Waits until then (``time.monotonic``), as long as there are rows to prepare.
+        """
+        with self._changed:
+            while True:
+                if self._orders:
+                    return self._orders.popleft()
+                if len(self._ready):
+                    return self._ready.take()
+                seconds = until - time.monotonic()
+                if seconds <= 0 or not self.num_raw:
+                    return None
+                self._changed.wait(min(seconds, LONGEST_WAIT_SECONDS))
+
+    def recall(self, order: Recall) -> tuple[list[str], int]:
+        """Drop rows that are here, the last first. Returns their ids, and what the count leaves."""
+        wanted, left, found = {*order.job_ids}, order.count, []
+        with self._changed:
+            current = [self._current] if self._current else []
+            for row in [*reversed(self._raw), *current, *reversed(self._ready)]:
+                job_id, num_choices = row.work.job_id, row.work.num_choices
+                if job_id in wanted and num_choices <= left and self._drop(job_id):
+                    left -= num_choices
+                    found.append(job_id)
+            self._changed.notify_all()
+        return found, left
+
+    # -- called by the thread that prepares rows
+
+    def begin_ahead(self) -> None:
+        """From now on another thread prepares the rows, those that are here, too."""
+        with self._changed:
+            self._raw, self._ready, self._is_ahead = self._ready, self._raw, True
+
+    def next_raw(self) -> Work | None:
+        """The next row to prepare, after waiting for it; None: stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or bool(self._raw))
+            if self._is_stopped:
+                return None
+            self._current = self._raw.take()
+            return self._current.work
+
+    def put(self, add: Add) -> None:
+        """The row of the last ``next_raw`` is prepared."""
+        with self._changed:
+            self.num_prepared += 1
+            if self._current is not None:
+                self._ready.put(Row(self._current.work, add))
+                self._current = None
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """No other row will be prepared, for this reason."""
+        with self._changed:
+            self._orders.append(Failed(error))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drop everything, and end the thread that prepares rows, after its row."""
+        with self._changed:
+            self._orders.clear()
+            self._raw, self._ready, self._current = _Rows(), _Rows(), None
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def _drop(self, job_id: str) -> bool:
+        if self._current is not None and self._current.work.job_id == job_id:
+            self._current = None
+            return True
+        return self._raw.drop(job_id) or self._ready.drop(job_id)
+
+
+class _Rows:
+    """Rows in their order; those that somebody waits for come first."""
+
+    def __init__(self) -> None:
+        self._live: deque[Row] = deque()
+        self._others: deque[Row] = deque()
+
+    def put(self, row: Row) -> None:
+        (self._live if row.work.is_live else self._others).append(row)
+
+    def take(self) -> Row:
+        return (self._live or self._others).popleft()
+
+    def drop(self, job_id: str) -> bool:
+        for rows in (self._live, self._others):
+            for index, row in enumerate(rows):
+                if row.work.job_id == job_id:
+                    del rows[index]
+                    return True
+        return False
+
+    def __len__(self) -> int:
+        return len(self._live) + len(self._others)
+
+    def __reversed__(self) -> Iterator[Row]:
+        yield from reversed(self._others)
+        yield from reversed(self._live)
