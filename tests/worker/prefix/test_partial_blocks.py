@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from batchkv_cache_store.keys import chain, root_key
 from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.engine.engine import Engine
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.metal.backend import MetalBackend
+from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.prefix.partial_blocks import (
     MOST,
     PARTIAL_TOKENS,
@@ -139,6 +144,18 @@ def test_a_model_with_states_takes_whole_blocks_alone() -> None:
     with running(model, None) as engine:
         events = run(engine, prompts)
     assert tokens(events) == expected
+    assert sorted(cached(events)) == [0, 512, 512]
+
+
+def test_a_backend_without_partial_blocks_shares_whole_ones() -> None:
+    """CUDA's: chunks of more rows took longer there than the tokens that they saved."""
+    model = tiny_models.build("llama")
+    prompts = behind(600, 30, 20, 33)
+    backend = replace(choose_backend(), shares_partial=False)
+    assert not CudaBackend().shares_partial and MetalBackend().shares_partial
+    with running(model, None, backend=backend) as engine:
+        events = run(engine, prompts)
+        assert not engine.prefixes.partial_uses and not engine.prefixes._partial
     assert sorted(cached(events)) == [0, 512, 512]
 
 

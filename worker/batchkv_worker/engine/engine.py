@@ -89,7 +89,7 @@ class Engine:
         client, prefix_bytes = self.client, config.prefix_bytes
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
-            *(plan.costs, plan.kinds, client.root, client.on_new),
+            *(plan.costs, plan.kinds, client.root, client.on_new, plan.backend.shares_partial),
         )
         client.attach(self.prefixes)
         chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill)

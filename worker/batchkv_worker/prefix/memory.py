@@ -60,7 +60,8 @@ class PrefixCache:
 
     ``max_blocks``: the longest chain that fits, with its state at the end; 0: nothing is kept.
     ``root``: the key before the first block. ``on_new``: called with new parts, to share them.
-    ``on_used``: called with the parts of blocks that a row goes on from.
+    ``on_used``: called with the parts of blocks that a row goes on from. ``shares_partial``:
+    whether rows take the beginnings of blocks, too; never where the model has states.
     """
 
     on_used: OnNew | None = None
@@ -72,6 +73,7 @@ class PrefixCache:
         kinds: Items[LayerKind],
         root: bytes = LOCAL_ROOT,
         on_new: OnNew | None = None,
+        shares_partial: bool = True,
     ) -> None:
         self.block_bytes = max(costs.per_new_token * BLOCK_TOKENS, EMPTY_BYTES)
         self.max_blocks = max(0, max_bytes - costs.per_row) // self.block_bytes
@@ -80,6 +82,8 @@ class PrefixCache:
         self.num_bytes = 0
         self.version = 0  # changes whenever a block comes or goes
         self.block_layout = BlockLayout(kinds)
+        layout = self.block_layout
+        self._shares_partial = shares_partial and layout.has_kv and not layout.has_state
         self._root = root
         self._on_new = on_new
         self._kinds = kinds
@@ -103,9 +107,9 @@ class PrefixCache:
         return chain(root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
 
     def name(self, row: Sequence) -> None:
-        """Give a row the keys of its blocks and, unless the model has states, partial blocks."""
+        """Give a row the keys of its blocks and, if they are shared, of its partial blocks."""
         row.block_keys = self.keys(row.prompt, row.cache_salt)
-        if self.block_layout.has_kv and not self.block_layout.has_state:
+        if self._shares_partial:
             tokens = row.prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1]
             row.partial_keys = partial_keys(own_root(self._root, row.cache_salt), tokens)
 

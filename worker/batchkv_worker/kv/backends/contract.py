@@ -158,6 +158,14 @@ class Backend(Protocol):
         """Whether each layer of a decode step is started when it is built, not the whole step."""
 
     @property
+    def shares_partial(self) -> bool:
+        """Whether prompts that part within a block share its beginning.
+
+        Fewer tokens are computed, in chunks of more rows. That is faster where arithmetic limits
+        prompts.
+        """
+
+    @property
     def writes_rows_at_once(self) -> bool:
         """Whether rows that move are written with one operation, not with one for each row.
 

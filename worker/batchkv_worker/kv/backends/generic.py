@@ -37,6 +37,7 @@ class GenericBackend:
     keeps_shapes: bool = False
     has_fused_attention: bool = True
     starts_each_layer: bool = False
+    shares_partial: bool = True
     writes_rows_at_once: bool = False
     replays_steps: bool = False
     spreads_codes: bool = True

@@ -26,6 +26,7 @@ class CudaBackend(GpuBackend):
     name: str = "cuda"
     columns_multiple: int = 64
     rows_multiple: int = 8
+    shares_partial: bool = False  # chunks of more rows took longer on an H100
     usual_chunk: int = 2048
     chunk_steps: float = 2.0  # the host starts twice as many kernels for one as for a step
 
