@@ -35,10 +35,13 @@ def within(keys: Sequence[bytes], block: int) -> Sequence[bytes]:
 
 
 class PartialBlocks:
-    """Which block in memory begins with a partial block. The caller holds the blocks."""
+    """Which blocks in memory begin with a partial block. The caller holds the blocks.
+
+    All of them are known, because any may go first: whoever knows 192 tokens also knows 64.
+    """
 
     def __init__(self) -> None:
-        self._sources: dict[bytes, bytes] = {}  # a block's key by partial key
+        self._sources: dict[bytes, dict[bytes, None]] = {}  # keys of blocks by partial key
         self._keys: dict[bytes, Sequence[bytes]] = {}  # partial keys by the block's key
 
     def __len__(self) -> int:
@@ -49,12 +52,15 @@ class PartialBlocks:
         """A block came that begins with these partial blocks, the shortest first."""
         if keys and block not in self._keys:
             self._keys[block] = keys
-            self._sources.update(dict.fromkeys(keys, block))
+            for key in keys:
+                self._sources.setdefault(key, {})[block] = None
 
     def drop(self, block: bytes) -> None:
-        """A block has gone. A partial block that another one begins with too may be lost."""
+        """A block has gone."""
         for key in self._keys.pop(block, ()):
-            if self._sources.get(key) == block:
+            blocks = self._sources[key]
+            del blocks[block]
+            if not blocks:
                 del self._sources[key]
 
     def clear(self) -> None:
@@ -64,7 +70,7 @@ class PartialBlocks:
 
     def source(self, key: bytes) -> bytes | None:
         """The key of a block that begins with this partial block; None: none does."""
-        return self._sources.get(key)
+        return next(iter(self._sources.get(key, ())), None)
 
     def longest(self, keys: Sequence[bytes]) -> int:
         """How many tokens of a block are known, by its partial keys; a multiple of 64."""

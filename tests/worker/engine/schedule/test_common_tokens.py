@@ -60,6 +60,12 @@ def test_the_next_row_is_always_in_its_group() -> None:
     assert len(rows) == 1 + CHUNK // 4 // 192  # two of the five
 
 
+def test_the_next_row_is_in_its_group_with_small_chunks_too() -> None:
+    """What it computes again alone may be more than a pass of a small chunk is worth."""
+    rows = start_together(found(128, *[64] * 8, length=128), 16, 128)
+    assert rows[0].job_id == "0"
+
+
 def test_random_rows_start_together() -> None:
     """Whatever they found: all of a group alike, none after more than it found, the first in it."""
     rng = random.Random(5)
@@ -67,7 +73,7 @@ def test_random_rows_start_together() -> None:
         count = rng.randrange(1, 30)
         rows = found(*(512 + 64 * rng.randrange(4) for _ in range(count)), length=800)
         before = {row.job_id: row.num_cached for row in rows}
-        group = start_together(rows, rng.randrange(0, 20), rng.choice([256, 2048]))
+        group = start_together(rows, rng.randrange(0, 20), rng.choice([128, 320, 2048]))
         assert group[0] is rows[0]
         assert len({row.num_cached for row in group}) == 1
         assert all(row.num_cached <= before[row.job_id] for row in group)

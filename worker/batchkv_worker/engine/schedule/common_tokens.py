@@ -49,7 +49,7 @@ def _starting_after(cached: int, rows: Rows[Sequence], most: int) -> list[Sequen
     found, again = [], 0
     for row in rows:
         more = row.num_cached - cached
-        if more < 0 or again + more > most:
+        if more < 0 or (row is not rows[0] and again + more > most):
             continue
         again += more
         found.append(row)
