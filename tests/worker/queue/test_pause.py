@@ -118,18 +118,19 @@ def test_rows_that_do_not_end_in_time_go_back(
     redis_connection: Redis, redis_url: str, mac: FakeMac
 ) -> None:
     """After the grace time the rows in slots are given back, without a death, and taken again."""
-    batch = submit(redis_connection, ["slow:500"] * 4)
+    batch = submit(redis_connection, ["slow:3", *["slow:500"] * 4])
     with polite_worker(redis_url, mac, grace_seconds=0.1) as worker:
+        wait_until(lambda: num_ended(redis_connection, batch) == 1)  # so the engine has begun
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 4)
         mac.plant(ON_BATTERY)
         wait_until(lambda: "gave 2 started jobs back" in worker.said)
         wait_until(lambda: num_leases(redis_connection) == 0)
         assert counts_of(redis_connection, batch)["running"] == 0
-        assert num_ended(redis_connection, batch) == 0
-        assert num_deaths(redis_connection, batch, 4) == 0
+        assert num_ended(redis_connection, batch) == 1
+        assert num_deaths(redis_connection, batch, 5) == 0
         mac.plant(ON_MAINS)
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 4)
-    assert num_ended(redis_connection, batch) == 0
+    assert num_ended(redis_connection, batch) == 1
 
 
 def test_a_worker_that_starts_on_battery_takes_nothing(
