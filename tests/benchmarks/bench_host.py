@@ -53,7 +53,14 @@ from batchkv_worker.kv.backends.gpu.fused_rotary import FuseRotary  # noqa: E402
 from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
 from batchkv_worker.kv.kernels.body import Body  # noqa: E402
 from batchkv_worker.kv.kernels.decode import DecodeKernels  # noqa: E402
-from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size  # noqa: E402
+from batchkv_worker.kv.kernels.launch import (  # noqa: E402
+    Constant,
+    Input,
+    Output,
+    Run,
+    Size,
+    arrays_of,
+)
 from batchkv_worker.kv.kernels.layout import RecordLayout  # noqa: E402
 from batchkv_worker.kv.kernels.plain import PlainKernels, plain_rotary  # noqa: E402
 from batchkv_worker.kv.layers import step_graphs  # noqa: E402
@@ -128,10 +135,10 @@ class HostKernels:
 
 def _launch(body: Body, constants: tuple[Constant, ...]) -> Run:
     def run(
-        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+        inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]:
         assert HostKernels.graph is not None
-        return HostKernels.graph.launch(inputs, outputs)
+        return HostKernels.graph.launch(arrays_of(inputs), outputs)
 
     return run
 
@@ -141,7 +148,7 @@ def _launch_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
     plain, launched = plain_rotary(body, constants), _launch(body, constants)
 
     def run(
-        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+        inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]:
         way = plain if HostKernels.graph is None else launched
         return way(inputs, grid, group, outputs)

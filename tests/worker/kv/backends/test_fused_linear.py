@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +176,9 @@ def test_one_product_serves_few_rows_alone(faster: None) -> None:
     fuse(toy)
     for names in GROUPS:
         group = group_of(toy, names[0])
-        whole = group._product
-        group._product = lambda x, whole=whole: [part * mx.nan for part in whole(x)]
+        product = group._product
+        spoilt = partial(lambda multiply, x: multiply(x) * mx.nan, product.multiply)
+        group._product = replace(product, multiply=spoilt)
     for shape, is_spoilt in (((ROWS, 1, SIZE), True), ((1, ROWS + 1, SIZE), False)):
         parts = toy.parts(mx.ones(shape))
         for name in sum(GROUPS, ()):
@@ -258,10 +261,13 @@ def test_products_that_answer_otherwise_are_not_kept(
     def product_of(group: Any, whole: Any) -> joint_product.Product:
         product = right(group, whole)
         is_wrong = (len(group) == 3) == (wrong != "gate")
-        return lambda x: [
-            part[..., ::-1] if is_wrong and n == place else part
-            for n, part in enumerate(product(x))
-        ]
+
+        def multiply(x: mx.array) -> mx.array:
+            parts = enumerate(product(x))
+            turned = [part[..., ::-1] if is_wrong and n == place else part for n, part in parts]
+            return mx.concatenate(turned, axis=-1)
+
+        return replace(product, multiply=multiply)
 
     model = model_of("llama")
     assert fuse(model) == 2 * len(model.layers)
@@ -319,7 +325,8 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
 
     def noting(*how: Any) -> joint_product.Product:
         product = products(*how)
-        return lambda x: (asked.append("at once"), product(x))[1]
+        multiply = product.multiply
+        return replace(product, multiply=lambda x: (asked.append("at once"), multiply(x))[1])
 
     def verdict(once: float | None = None, won: float | None = None) -> bool:
         def play_least_times(ways: list[Any], repeats: int) -> list[float | None]:
@@ -350,7 +357,13 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
         assert not verdict(1.0, 1.2)
         assert not asked  # not even timed
     right = products
-    products = lambda *how: lambda x: [part * (1 + n) for n, part in enumerate(right(*how)(x))]  # noqa: E731
+
+    def wrong(*how: Any) -> joint_product.Product:
+        product = right(*how)
+        grown = mx.concatenate([mx.ones(64), 2 * mx.ones(32)])
+        return replace(product, multiply=lambda x: product.multiply(x) * grown.astype(x.dtype))
+
+    products = wrong
     assert not verdict(1.0, 1.2)
     joint_product.is_faster.cache_clear()
 

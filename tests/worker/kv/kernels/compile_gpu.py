@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body, source_text
 from batchkv_worker.kv.kernels.draw import DrawKernel
-from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size, defined
+from batchkv_worker.kv.kernels.launch import Constant, Input, Output, Run, Size, arrays_of, defined
 from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
 from worker.kv.kernels.cases import SCALE, Case, Sample, has_matrices
 
@@ -56,9 +56,9 @@ class Recorded:
 
     def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run:
         def run(
-            inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+            inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
         ) -> list[mx.array]:
-            self.runs.append((body, inputs, constants, outputs))
+            self.runs.append((body, arrays_of(inputs), constants, outputs))
             return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
         return run

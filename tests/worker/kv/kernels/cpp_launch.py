@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from batchkv_worker.kv.kernels.body import Body
-from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size, defined
+from batchkv_worker.kv.kernels.launch import Constant, Input, Output, Run, Size, View, defined
 
 _FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
 _FLAGS += ("-ffp-contract=off", "-U_FORTIFY_SOURCE")
@@ -65,9 +65,10 @@ class CppLaunch:
 
     def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run:
         def run(
-            inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+            inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
         ) -> list[mx.array]:
-            return self._run(body, constants, inputs, grid, group, outputs)
+            arrays = [_array_of(one) for one in inputs]
+            return self._run(body, constants, arrays, grid, group, outputs)
 
         return run
 
@@ -125,6 +126,13 @@ class CppLaunch:
             'extern "C" int run(int* groups, int threads, void** arrays, int64_t** layouts) {\n'
             f"{given}return run_groups(groups, threads);\n}}\n"
         )
+
+
+def _array_of(one: Input) -> mx.array:
+    """A view, by its own word on where its numbers are."""
+    if not isinstance(one, View):
+        return one
+    return mx.as_strided(one.whole, one.shape, one.strides, one.start)
 
 
 @cache

@@ -178,12 +178,10 @@ def pooled(
 
     ``chain``: which of the results, level after level with one for each row, each row has.
     """
-    rows = queries.shape[0]
     rotated = layer.scheme.keys.rotate(queries).astype(layer.dtype)
-    lines = mx.broadcast_to(pool, (rows, *pool.shape[1:]))
     kernels = kernels_of(layer)
     found = [
-        kernels.attend_alone(rotated, lines, level.bounds, level.longest, scale) for level in levels
+        kernels.attend_alone(rotated, pool, level.bounds, level.longest, scale) for level in levels
     ]
     if len(found) == 1:
         return Partials(*found[0], chain)

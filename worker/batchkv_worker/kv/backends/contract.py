@@ -94,6 +94,7 @@ class RecordKernels(Protocol):
         """``attend`` with its log-sum-exps before it: scores and values as ``Partials`` have them.
 
         They are ``[kv heads, rows, lines, 1]``, float32, and ``[kv heads, rows, lines, size]``.
+        Records of one row are those of all.
         """
 
     def place_rows(

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.05
 
 # Names of results that other modules read, too.
 FUSED_LINEARS, FUSED_AGREE = "fused linear layers", "fused linear layers agree"
-ROTARY_LAYERS, ROTARY_AGREES = "rotary kernel", "rotary kernel agrees"
+ROTARY_LAYERS, ROTARY_AGREES = "rotary kernel", "rotary kernel over fused layers agrees"
 
 Value = TypeVar("Value")
 
@@ -101,6 +101,11 @@ class Measurements:
         text = json.dumps({"version": VERSION, **facts}, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         return cls(home / FOLDER / f"{name}.json", facts, is_anew=is_anew)
+
+    @property
+    def home(self) -> Path | None:
+        """The home folder; None where nothing is stored."""
+        return self.file and self.file.parent.parent
 
     def of(self, name: str, measure: Callable[[], Value], codec: Codec[Value]) -> Value:
         """The result of that name; ``measure`` gives it where none is kept."""

@@ -14,7 +14,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import PACK, Body, merge_body, place_rows_body, splits_body
-from batchkv_worker.kv.kernels.launch import Constant, Launch, Output, Run
+from batchkv_worker.kv.kernels.launch import Constant, Input, Launch, Output, Run, View
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.kernels.variant import UNIT, Variant
 from batchkv_worker.kv.types import Parts
@@ -116,6 +116,7 @@ class DecodeKernels:
     ) -> tuple[mx.array, mx.array]:
         """Attention as ``attend``, to be joined with more: ``Partials`` with a result a row.
 
+        Records of one row are those of all.
         Returns log-sum-exps ``[kv heads, rows, lines, 1]``, of rows without columns the lowest
         number, and results ``[kv heads, rows, lines, size]``.
         """
@@ -137,7 +138,7 @@ class DecodeKernels:
         splits = -(-longest // self.split)
         size = self.layout.values.size + 2  # and the highest score, and the sum of weights
         outputs = [((rows, kv_heads, splits, lines, size), mx.float32)]
-        inputs = [queries, records, bounds, _scalar(scale)]
+        inputs: list[Input] = [queries, _for_rows(records, rows), bounds, _scalar(scale)]
         run = self.runs.get("splits")
         if run is None:
             constants = self.variant.splits_of(matrices=self.matrices)
@@ -188,6 +189,16 @@ class DecodeKernels:
         inputs = [places, *keys, *values]
         (records,) = run(inputs, grid, (threads, 1, 1), [(shape, mx.uint32)])
         return records
+
+
+def _for_rows(records: mx.array, rows: int) -> Input:
+    """Records ``[1, ...]`` as those of each of so many rows; others as they are."""
+    one, *sizes = records.shape
+    if one == rows or one > 1:
+        return records
+    _, columns, words = sizes
+    strides = 0, columns * words, words, 1
+    return View(mx.broadcast_to(records, (rows, *sizes)), records, 0, strides)
 
 
 @lru_cache(maxsize=64)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
@@ -18,17 +19,51 @@ Size = tuple[int, int, int]
 Output = tuple[tuple[int, ...], mx.Dtype]
 
 _METAL_TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
-_CUDA_TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
+CUDA_TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An array that is a view of ``whole``, which lies in one piece.
+
+    Its number ``[i, j, ...]`` is number ``start + i * strides[0] + j * strides[1] + ...`` of whole.
+    """
+
+    array: mx.array
+    whole: mx.array
+    start: int
+    strides: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        return int(self.array.ndim)
+
+
+Input: TypeAlias = mx.array | View
+
+
+def arrays_of(inputs: Sequence[Input]) -> list[mx.array]:
+    """The inputs, views as the arrays that they are."""
+    return [one.array if isinstance(one, View) else one for one in inputs]
 
 
 class Run(Protocol):
     """Runs a kernel, once for each thread of ``grid``, in threadgroups of ``group`` threads.
 
-    Returns an array for each of ``outputs``. Inputs are read with the strides that they have.
+    Returns an array for each of ``outputs``. Inputs are read with the strides that they have. An
+    input that may not lie in one piece should be a ``View``: some kernels copy other such arrays.
     """
 
     def __call__(
-        self, inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+        self, inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]: ...
 
 
@@ -52,7 +87,7 @@ def metal_launch(body: Body, constants: tuple[Constant, ...]) -> Run:
 @cache
 def cuda_launch(body: Body, constants: tuple[Constant, ...]) -> Run:
     """For CUDA, whose compiler reads the sources' files: MLX copies a source at each call."""
-    defines = defined(constants, _CUDA_TYPES)
+    defines = defined(constants, CUDA_TYPES)
     digest = digest_of(source_text("cuda") + body.functions + defines + body.source("cuda_start"))
     header = included("cuda") + body.included_functions
     text = defines + body.included_source("cuda_start")
@@ -82,10 +117,10 @@ def _made(make: Any, body: Body, source: str, header: str, digest: str) -> Run:
     )
 
     def run(
-        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+        inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]:
         found: list[mx.array] = kernel(
-            inputs=inputs,
+            inputs=arrays_of(inputs),
             grid=grid,
             threadgroup=group,
             output_shapes=[shape for shape, _ in outputs],

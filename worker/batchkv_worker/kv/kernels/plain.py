@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.decode import Partials
-from batchkv_worker.kv.kernels.launch import Constant, Output, Run, Size
+from batchkv_worker.kv.kernels.launch import Constant, Input, Output, Run, Size, arrays_of
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.types import Parts
 
@@ -79,6 +79,8 @@ class PlainKernels:
     ) -> tuple[mx.array, mx.array]:
         """As ``DecodeKernels.attend_alone``."""
         rows, heads, _, size = queries.shape
+        if records.shape[0] < rows:
+            records = mx.broadcast_to(records, (rows, *records.shape[1:]))
         kv_heads, columns = records.shape[1], records.shape[2]
         low, high = (bounds[:rows, side].reshape(rows, 1, 1, 1) for side in (0, 1))
         place = mx.arange(columns).reshape(1, 1, 1, columns)
@@ -123,9 +125,9 @@ def plain_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
     epsilons = [mx.array(given[name]).view(mx.float32).item() for name in ("QUERY_EPS", "KEY_EPS")]
 
     def run(
-        inputs: list[mx.array], grid: Size, group: Size, outputs: Sequence[Output]
+        inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]:
-        *heads, of_queries, of_keys, frequencies, offsets = inputs
+        *heads, of_queries, of_keys, frequencies, offsets = arrays_of(inputs)
         how: Any = {"traditional": bool(given["NEIGHBOURS"]), "base": None, "scale": 1.0}
         how |= {"freqs": 1 / frequencies, "offset": offsets}
         three = zip(heads, (of_queries, of_keys), epsilons, strict=True)

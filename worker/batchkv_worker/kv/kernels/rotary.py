@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body
-from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS, Constant, Launch, Run
+from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS, Constant, Input, Launch, Run
 
 _SIMD = 32  # threads
 MOST_SIZE = 512  # of a head: a thread keeps a 32nd of it
@@ -56,8 +56,8 @@ class RotaryKernel:
     def __call__(
         self,
         turn: Turn,
-        queries: mx.array,
-        keys: mx.array,
+        queries: Input,
+        keys: Input,
         weights: tuple[mx.array, mx.array],
         frequencies: mx.array,
         offsets: mx.array,
@@ -66,7 +66,8 @@ class RotaryKernel:
 
         They are given as ``[rows, 1, heads, size]``, in one dtype with the norms' ``weights``.
         ``frequencies`` (float32, ``[turned]``) times a row's place in ``offsets`` (int32,
-        ``[rows]``) is the angle of each pair. All arrays but queries and keys lie in one piece.
+        ``[rows]``) is the angle of each pair. All arrays but queries and keys lie in one piece,
+        and these should be views, if they do not.
         """
         rows, _, heads, size = queries.shape
         kv_heads = keys.shape[2]
@@ -75,7 +76,7 @@ class RotaryKernel:
         if run is None:
             run = self.runs[key] = self.launch(ROTARY, _constants(*key))
         shapes: Any = [(rows, heads, 1, size), (rows, kv_heads, 1, size)]
-        inputs = [queries, keys, *weights, frequencies, offsets]
+        inputs: list[Input] = [queries, keys, *weights, frequencies, offsets]
         grid = (heads + kv_heads) * _SIMD, rows, 1
         found = run(inputs, grid, (_SIMD, 1, 1), [(shape, queries.dtype) for shape in shapes])
         return found[0], found[1]

@@ -10,8 +10,9 @@ import mlx.core as mx
 from batchkv_worker.kv.backends.contract import Pacing, RecordKernels
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.pacing import LayersAhead
+from batchkv_worker.kv.kernels.compiled_launch import launch_for
 from batchkv_worker.kv.kernels.draw import DrawKernel
-from batchkv_worker.kv.kernels.launch import Launch, cuda_launch
+from batchkv_worker.kv.kernels.launch import Launch
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 MOST_PADDED = 2**25  # numbers of keys: 64 MiB in half precision
@@ -57,13 +58,13 @@ class CudaBackend(GpuBackend):
     def pacing(self) -> Pacing:
         return LayersAhead()
 
-    def launch(self) -> Launch | None:
-        return cuda_launch
+    def launch(self) -> Launch:
+        return launch_for(self.measurements.home)
 
     def draw_kernel(self) -> DrawKernel | None:
-        return DrawKernel(cuda_launch)
+        return DrawKernel(self.launch())
 
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
     ) -> RecordKernels | None:
-        return decode_kernels(scheme, lines, dtype, cuda_launch, matrices=True)
+        return decode_kernels(scheme, lines, dtype, self.launch(), matrices=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -46,15 +46,18 @@ Groups = tuple[tuple[str, ...], ...]  # layers by their names
 
 
 class FusedGroup:
-    """Layers with one input: ``product`` returns the outputs of all ``count`` layers, in order.
+    """Layers with one input: ``product`` gives the outputs of all ``count`` layers, in order.
 
-    For inputs of up to ``rows`` rows. After the last layer's call it keeps no arrays.
+    For inputs of up to ``rows`` rows. After the last layer's call it keeps no arrays but ``whole``,
+    the outputs of all layers, until ``take_whole``.
     """
 
     def __init__(self, product: Product, count: int, rows: int) -> None:
         self._product, self._count, self._rows = product, count, rows
         self._input: mx.array | None = None
         self._parts: list[mx.array] = []
+        self._whole: mx.array | None = None
+        self.keeps_whole = False  # for one who calls ``take_whole``
 
     def take(self, place: int, x: mx.array) -> mx.array | None:
         """The output of one layer for ``x`` ``[..., inputs]``; None: it must multiply itself.
@@ -62,15 +65,27 @@ class FusedGroup:
         That is so with more rows, or if the first layer had another input.
         """
         if place == 0:
-            self._input = None
+            self._input = self._whole = None
             if x.size <= self._rows * x.shape[-1]:
-                self._input, self._parts = x, self._product(x)
+                whole = self._product.multiply(x)
+                self._input, self._parts = x, self._product.parts(whole)
+                self._whole = whole if self.keeps_whole else None
         if x is not self._input:
             return None
         part = self._parts[place]
         if place == self._count - 1:
             self._input, self._parts = None, []
         return part
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where the outputs of each layer but the last end."""
+        return self._product.ends
+
+    def take_whole(self) -> mx.array | None:
+        """The outputs ``[..., all]`` of which the layers gave parts last, once."""
+        whole, self._whole = self._whole, None
+        return whole
 
 
 class _Fused:
@@ -98,6 +113,20 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FusedLinear,
     nn.QuantizedLinear: FusedQuantizedLinear,
 }
+
+
+def group_in(modules: Mapping[str, Any], folder: str) -> FusedGroup | None:
+    """The group whose first two layers are modules of ``folder``, by their full names."""
+    layers = [
+        module
+        for name, module in modules.items()
+        if name.rpartition(".")[0] == folder and isinstance(module, _Fused)
+    ]
+    for layer in layers:
+        group: FusedGroup = layer._group
+        if {0, 1} <= {other._place for other in layers if other._group is group}:
+            return group
+    return None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +27,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import Undo
+from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup, group_in
 from batchkv_worker.kv.backends.measurements import (
     ROTARY_AGREES,
     ROTARY_LAYERS,
@@ -34,7 +37,7 @@ from batchkv_worker.kv.backends.measurements import (
 )
 from batchkv_worker.kv.backends.rebind import swap_class, undo_all, watched
 from batchkv_worker.kv.backends.timing import gain
-from batchkv_worker.kv.kernels.launch import Launch
+from batchkv_worker.kv.kernels.launch import Input, Launch, View
 from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
 
 log = logging.getLogger("batchkv.engine")
@@ -51,10 +54,20 @@ Names = tuple[str, str, str]  # of the queries' norm, of the keys', and of the p
 
 
 class _Heads:
-    """The queries and keys of one layer, between its norms and its positions."""
+    """The queries and keys of one layer, between its norms and its positions.
 
-    def __init__(self, norms: tuple[Any, Any], rope: Any, kernel: RotaryKernel) -> None:
-        self._norms, self._kernel = norms, kernel
+    ``group``: the fused layers that computed them, queries first and then keys, if there are any.
+    Then both are parts of one array, and so the kernel reads them.
+    """
+
+    def __init__(
+        self,
+        norms: tuple[Any, Any],
+        rope: Any,
+        kernel: RotaryKernel,
+        group: FusedGroup | None = None,
+    ) -> None:
+        self._norms, self._kernel, self._group = norms, kernel, group
         self._turn = _turn_of(norms, rope)
         self._frequencies = _frequencies(rope)
         self._given: list[mx.array | None] = [None, None]
@@ -83,7 +96,7 @@ class _Heads:
         if queries is not None and keys is not None and _is_step(x, queries, keys, offset):
             self._given = [None, None]
             weights = self._norms[0].weight, self._norms[1].weight
-            what = queries, keys, weights, self._frequencies, offset
+            what = *self._read(queries, keys), weights, self._frequencies, offset
             found, self._turned = self._kernel(self._turn, *what)
             self.num_fused += 1
             return x, found
@@ -91,6 +104,21 @@ class _Heads:
         self._given[place] = None
         norm = self._norms[place]
         return mx.fast.rms_norm(x, norm.weight, norm.eps), None
+
+    def _read(self, queries: mx.array, keys: mx.array) -> tuple[Input, Input]:
+        """Both, as parts of what the fused layers computed, if they are."""
+        whole = None if self._group is None else self._group.take_whole()
+        if whole is None or self._group is None:
+            return queries, keys
+        rows, _, _, size = queries.shape
+        ends = tuple(accumulate(one.shape[2] * size for one in (queries, keys)))
+        if whole.shape[:-1] != (rows, 1) or ends[0] != self._group.ends[0] or (
+            ends[1] not in (*self._group.ends[1:2], whole.shape[-1])
+        ):  # fmt: skip
+            return queries, keys
+        step = whole.shape[-1]
+        strides = step, step, size, 1
+        return View(queries, whole, 0, strides), View(keys, whole, ends[0], strides)
 
 
 def _is_step(x: mx.array, queries: mx.array, keys: mx.array, offset: Any) -> bool:
@@ -169,13 +197,20 @@ class FuseRotary:
         modules = dict(model.named_modules())
         kernel, found = RotaryKernel(self.launch), []
         for query, key, rope in self.layers:
-            norms = modules[query], modules[key]
-            heads = _Heads(norms, modules[rope], kernel)
+            norms, group = (modules[query], modules[key]), group_in(modules, _folder(query))
+            heads = _Heads(norms, modules[rope], kernel, group)
+            if group is not None:
+                group.keeps_whole = True
+                done.append(partial(setattr, group, "keeps_whole", False))
             for place, norm in enumerate(norms):
                 done.append(swap_class(norm, HeldNorm, _heads=heads, _place=place))
             done.append(swap_class(modules[rope], FusedRope, _heads=heads))
             found.append(heads)
         return found
+
+
+def _folder(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def choose(model: Any, rows: int, launch: Launch, measurements: Measurements) -> FuseRotary | None:

@@ -24,8 +24,26 @@ _ARRAYS = ("weight", "scales", "biases", "bias")  # with a row for each output
 
 MAX_WEIGHTS = 2**25  # of a group
 
-Product = Callable[[mx.array], list[mx.array]]  # from an input to the output of each layer
 Whole = dict[str, mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``multiply`` gives the outputs of all layers for an input, one layer's after another's.
+
+    The outputs of a layer end at one of ``ends``, those of the last with the array.
+    """
+
+    multiply: Callable[[mx.array], mx.array]
+    ends: tuple[int, ...]
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        return self.parts(self.multiply(x))
+
+    def parts(self, found: mx.array) -> list[mx.array]:
+        """The outputs of each layer: views."""
+        parts: list[mx.array] = mx.split(found, list(self.ends), axis=-1)
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +91,9 @@ def whole_of(group: Sequence[Any]) -> Whole:
 
 
 def product_of(group: Sequence[Any], whole: Whole) -> Product:
-    """A function that computes the outputs of all layers at once."""
+    """The outputs of all layers at once."""
     first, bias = group[0], whole.get("bias")
-    ends = list(accumulate(map(outputs_of, group)))[:-1]
+    ends = tuple(accumulate(map(outputs_of, group)))[:-1]
     weight = whole["weight"]
     packed = {name: whole.get(name) for name in ("scales", "biases")}
     if isinstance(first, nn.QuantizedLinear):
@@ -83,13 +101,12 @@ def product_of(group: Sequence[Any], whole: Whole) -> Product:
     else:
         weight = weight.T
 
-    def product(x: mx.array) -> list[mx.array]:
+    def multiply(x: mx.array) -> mx.array:
         is_dense = packed["scales"] is None
         found = x @ weight if is_dense else mx.quantized_matmul(x, weight, **packed)
-        parts: list[mx.array] = mx.split(found if bias is None else found + bias, ends, axis=-1)
-        return parts
+        return found if bias is None else found + bias
 
-    return product
+    return Product(multiply, ends)
 
 
 @cache

@@ -1,0 +1,126 @@
+"""Makes kernels for CUDA from kept machine code, which no later process has to compile.
+
+MLX's own way (``launch.cuda_launch``) compiles each kernel for two seconds in every process. It
+serves where NVIDIA's compiler or its headers are not found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from batchkv_worker.kv.kernels.body import Body
+from batchkv_worker.kv.kernels.cuda_program import Given, program_of, sizes_of
+from batchkv_worker.kv.kernels.kept_code import FOLDER, KeptCode
+from batchkv_worker.kv.kernels.launch import (
+    Constant,
+    Input,
+    Launch,
+    Output,
+    Run,
+    Size,
+    View,
+    cuda_launch,
+)
+from batchkv_worker.kv.kernels.nvrtc import Compiler, find_compiler
+
+log = logging.getLogger("batchkv.engine")
+
+_NAME = "NAME"  # in a text whose digest is a part of the name
+
+
+@cache
+def launch_for(home: Path | None) -> Launch:
+    """What makes kernels on this machine. Code is kept in a folder of ``home``; None: nowhere."""
+    compiler, architecture = find_compiler(), str(mx.device_info().get("architecture", ""))
+    has_call = hasattr(mx.fast, "precompiled_cuda_kernel")
+    if compiler is None or not has_call or not re.fullmatch(r"sm_\d+a?", architecture):
+        log.debug("MLX compiles the kernels, for %s", architecture or "a device without a name")
+        return cuda_launch
+    return CompiledLaunch(compiler, architecture, KeptCode(home and home / FOLDER))
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledLaunch:
+    """Implements ``Launch``. A program depends on its arrays' dtypes: the first call makes it."""
+
+    compiler: Compiler
+    architecture: str
+    kept: KeptCode
+    runs: dict[tuple[Body, tuple[Constant, ...]], Run] = field(default_factory=dict, repr=False)
+
+    def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run:
+        key = body, constants
+        if key not in self.runs:
+            self.runs[key] = CompiledRun(self, body, constants)
+        return self.runs[key]
+
+    def made(
+        self, body: Body, constants: tuple[Constant, ...], given: Sequence[Given],
+        outputs: Sequence[mx.Dtype],
+    ) -> Made:  # fmt: skip
+        """The kernel for such arrays. RuntimeError if its program does not compile."""
+        text = program_of(_NAME, body, constants, given, outputs)
+        facts = "\0".join([text, self.architecture, self.compiler.version])
+        digest = hashlib.sha256(facts.encode()).hexdigest()[:32]
+        name = f"{body.name}_{digest}"  # MLX knows kernels by their names alone
+        program = program_of(name, body, constants, given, outputs)
+        code = self.kept.of(digest, lambda: self.compiler.compile(program, name, self.architecture))
+        are_sized = zip(body.inputs, given, strict=True)
+        return Made(name, code, tuple(bool(sizes_of(body, *one)) for one in are_sized))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A kernel; ``are_sized``: whether it is given numbers for each of its inputs."""
+
+    name: str
+    code: bytes
+    are_sized: tuple[bool, ...]
+
+    def numbers(self, inputs: Sequence[Input]) -> list[int]:
+        """The numbers, in the order of ``cuda_program.sizes_of``."""
+        found: list[int] = []
+        for one, is_sized in zip(inputs, self.are_sized, strict=True):
+            if isinstance(one, View):
+                found += (one.start, *one.strides)
+            elif is_sized:
+                found += one.shape
+        return found
+
+
+class CompiledRun:
+    """Implements ``Run``. An input that is no ``View`` is copied unless it lies in one piece."""
+
+    def __init__(self, launch: CompiledLaunch, body: Body, constants: tuple[Constant, ...]) -> None:
+        self._launch, self._body, self._constants = launch, body, constants
+        self._made: dict[tuple[Given, ...], Made] = {}
+
+    def __call__(
+        self, inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
+    ) -> list[mx.array]:
+        given = tuple([Given(one.dtype, one.ndim, isinstance(one, View)) for one in inputs])
+        dtypes = [dtype for _, dtype in outputs]
+        made = self._made.get(given)
+        if made is None:
+            made = self._launch.made(self._body, self._constants, given, dtypes)
+            self._made[given] = made
+        found: list[mx.array] = mx.fast.precompiled_cuda_kernel(
+            name=made.name,
+            compiled_source=made.code,
+            inputs=[one.whole if isinstance(one, View) else one for one in inputs],
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=dtypes,
+            scalars=made.numbers(inputs),
+            grid=grid,
+            threadgroup=group,
+            ensure_row_contiguous=True,
+        )
+        return found
