@@ -14,12 +14,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from batchkv_worker.kv.backends.generic import GenericBackend
-from batchkv_worker.kv.backends.gpu import fused_rotary
+from batchkv_worker.kv.backends.gpu import fused_rotary, joint_product
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.kv.kernels.body import Body
-from batchkv_worker.kv.kernels.launch import Constant, Launch, Run
+from batchkv_worker.kv.kernels.launch import Constant, Input, Launch, Run, View
 from batchkv_worker.kv.kernels.plain import plain_rotary
 from batchkv_worker.kv.kernels.rotary import ROTARY
 from worker.kv.crowd import Crowd, model_of, random_prompt
@@ -89,6 +89,28 @@ def test_whole_engines_give_the_same_tokens_both_ways(launch: CppLaunch, model: 
     assert kinds_in(model).isdisjoint({fused_rotary.HeldNorm, fused_rotary.FusedRope})
     assert found == plain.answers(prompts)
     assert launch.counts[ROTARY.name] == count + steps
+
+
+def test_parts_of_one_product_are_read_where_they_are(
+    launch: CppLaunch, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one product gave queries and keys, both are views of it, and nothing is held after."""
+    given: list[Input] = []
+
+    def noting(body: Body, constants: tuple[Constant, ...]) -> Run:
+        run = launch(body, constants)
+        return lambda inputs, *rest: (given.extend(inputs[:2]), run(inputs, *rest))[1]
+
+    monkeypatch.setattr(joint_product, "is_faster", lambda *shape: True)
+    prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(3)}
+    crowd: Any = Crowd(model, path="folded", backend=backend_of(noting))
+    given.clear()
+    found = crowd.answers(prompts)
+    assert given and all(isinstance(one, View) for one in given)
+    groups = {id(one._group): one._group for one in model.modules() if hasattr(one, "_group")}
+    assert all(group._whole is None for group in groups.values())
+    plain: Any = Crowd(model, path="folded", backend=GenericBackend())
+    assert found == plain.answers(prompts)
 
 
 def test_steps_that_are_replayed_have_it_too(launch: CppLaunch, model: Any) -> None:

@@ -1,12 +1,13 @@
 # ruff: noqa: T201  (a helper that talks to a terminal)
 """Compiles the kernels for GPUs, on a machine without any. ``make kernels`` runs it.
 
-usage: python tests/worker/kv/kernels/compile_gpu.py [cuda] [metal]
+usage: python tests/worker/kv/kernels/compile_gpu.py [cuda] [metal] [nvrtc]
 
 ``cuda`` needs nvcc. It prints what a thread of each kernel takes, for an H100 or H200: registers,
 bytes of spilled ones, and memory of a threadgroup. ``metal`` needs clang, which reads Metal's words
 as C++ with address spaces: a pointer into the wrong one is an error. A kernel has the signature
-that MLX gives it. The exit code is 1 if one does not compile.
+that MLX gives it. ``nvrtc`` needs NVIDIA's runtime compiler, and compiles the programs whose code
+is kept. The exit code is 1 if one does not compile.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body, source_text
+from batchkv_worker.kv.kernels.cuda_program import Given, program_of
 from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.launch import Constant, Input, Output, Run, Size, arrays_of, defined
+from batchkv_worker.kv.kernels.nvrtc import CompilerError, find_compiler
 from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
 from worker.kv.kernels.cases import SCALE, Case, Sample, has_matrices
 
@@ -175,25 +178,46 @@ def compile_metal(text: str, folder: Path) -> str:
     return "read"
 
 
+def compile_nvrtc(
+    body: Body, inputs: list[mx.array], constants: Sequence[Constant], outputs: Sequence[Output]
+) -> str:
+    """Compiles the program of a kernel whose code is kept; ValueError with what was said."""
+    compiler = find_compiler()
+    assert compiler is not None
+    views = ("queries", "keys", "records") if body.name == "batchkv_rotary" else ()
+    given = [
+        Given(one.dtype, one.ndim, name in views)
+        for name, one in zip(body.inputs, inputs, strict=True)
+    ]
+    program = program_of(body.name, body, constants, given, [dtype for _, dtype in outputs])
+    try:
+        return f"{len(compiler.compile(program, body.name, 'sm_90')):,} bytes"
+    except CompilerError as fault:
+        raise ValueError(str(fault)) from fault
+
+
 def main(dialects: Sequence[str]) -> int:
-    tools = {"cuda": "nvcc", "metal": "clang++"}
+    tools = {"cuda": "nvcc", "metal": "clang++", "nvrtc": "NVRTC"}
     unknown = [dialect for dialect in dialects if dialect not in tools]
     if unknown:
-        print(f"unknown dialect {unknown[0]!r}; known: cuda, metal")
+        print(f"unknown dialect {unknown[0]!r}; known: {', '.join(tools)}")
         return 2
     num_wrong = 0
     for dialect in dialects or tools:
-        if shutil.which(tools[dialect]) is None:
+        is_there = shutil.which(tools[dialect]) or (dialect == "nvrtc" and find_compiler())
+        if not is_there:
             print(f"{dialect}: {tools[dialect]} is not installed")
             continue
         for number, case in enumerate(CASES):
-            runs = runs_of(case, matrices=dialect == "cuda" and has_matrices(case))
+            runs = runs_of(case, matrices=dialect != "metal" and has_matrices(case))
             if 1 < number < len(CASES) - 2:  # others depend on the scheme alone
                 runs = [run for run in runs if run[0].name.endswith("splits")]
             for body, *rest in runs:
                 with tempfile.TemporaryDirectory() as folder:
                     try:
-                        if dialect == "cuda":
+                        if dialect == "nvrtc":
+                            said = compile_nvrtc(body, *rest)
+                        elif dialect == "cuda":
                             said = compile_cuda(cuda_text(body, *rest), Path(folder))
                         else:
                             said = compile_metal(metal_text(body, *rest), Path(folder))

@@ -22,9 +22,9 @@ import numpy as np
 from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import Constant, Input, Output, Run, Size, View, defined
 
-_FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
-_FLAGS += ("-ffp-contract=off", "-U_FORTIFY_SOURCE")
-_THREADS = Path(__file__).parent / "threads.h"
+CPP_FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing")
+CPP_FLAGS += ("-ffp-contract=off", "-U_FORTIFY_SOURCE")
+THREADS = Path(__file__).parent / "threads.h"
 _MARGIN = 4096  # bytes before and after each array
 _FILL = 0xFF  # a float of such bytes is no number
 _TYPES = {
@@ -90,8 +90,8 @@ class CppLaunch:
         ]
         library = _compiled(self._text(body, types, constants), self.folder)
         ctypes.c_int.in_dll(library, "planted").value = -1 if self.fault is None else self.fault
-        arrays = [_Array.of(one) for one in inputs]
-        arrays += [_Array.empty(*output) for output in outputs]
+        arrays = [CppArray.of(one) for one in inputs]
+        arrays += [CppArray.empty(*output) for output in outputs]
         groups = (ctypes.c_int * 3)(grid[0] // group[0], grid[1], grid[2])
         failed = library.run(
             groups,
@@ -120,7 +120,7 @@ class CppLaunch:
         for text, other in self.faults:
             functions, source = (part.replace(text, other) for part in (functions, source))
         return (
-            f'#define AS_ON_GPU {int(self.as_on_gpu)}\n#include "{_THREADS}"\n'
+            f'#define AS_ON_GPU {int(self.as_on_gpu)}\n#include "{THREADS}"\n'
             f"{functions}{declared}static void kernel() {{\n"
             f"const int THREAD_X = thread;\n{defined(constants, _TYPES)}{source}}}\n"
             'extern "C" int run(int* groups, int threads, void** arrays, int64_t** layouts) {\n'
@@ -141,12 +141,12 @@ def _compiled(text: str, folder: Path) -> ctypes.CDLL:
     library = source.with_suffix(".so")
     if not library.exists():
         source.write_text(text, encoding="utf-8")
-        subprocess.run(["c++", *_FLAGS, str(source), "-o", str(library)], check=True)
+        subprocess.run(["c++", *CPP_FLAGS, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
 @dataclass(frozen=True)
-class _Array:
+class CppArray:
     """An array in memory of its own. ``layout`` is its rank, then its shape, then its strides."""
 
     memory: np.ndarray
@@ -154,7 +154,7 @@ class _Array:
     dtype: mx.Dtype
 
     @classmethod
-    def of(cls, array: mx.array) -> _Array:
+    def of(cls, array: mx.array) -> CppArray:
         """A copy with the strides that MLX has."""
         seen = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
         mx.eval(seen)
@@ -168,17 +168,26 @@ class _Array:
         return found
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: mx.Dtype) -> _Array:
+    def empty(cls, shape: tuple[int, ...], dtype: mx.Dtype) -> CppArray:
         strides = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
         return cls._filled(int(np.prod(shape)) * dtype.size, shape, strides, dtype)
 
     @classmethod
     def _filled(
         cls, num_bytes: int, shape: Sequence[int], strides: Sequence[int], dtype: mx.Dtype
-    ) -> _Array:
+    ) -> CppArray:
         memory = np.full(num_bytes + 2 * _MARGIN, _FILL, np.uint8)
         layout = np.array([len(shape), *shape, *strides], np.int64)
         return cls(memory, layout, dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the numbers lie in one piece, in the order of the axes."""
+        rank = int(self.layout[0])
+        shape, strides = self.layout[1 : 1 + rank], self.layout[1 + rank :]
+        wanted = [int(np.prod(shape[axis + 1 :])) for axis in range(rank)]
+        three = zip(shape, strides, wanted, strict=True)
+        return all(size == 1 or step == want for size, step, want in three)
 
     @property
     def address(self) -> int:

@@ -27,6 +27,7 @@ static inline float round(float number) { return roundf(number); }
 static inline float ceil(float number) { return ceilf(number); }
 
 #define FN static inline
+#define FN_APART static inline
 #define GLOBAL
 #define UNROLL
 #define UNROLL_4
@@ -44,8 +45,7 @@ static inline float ceil(float number) { return ceilf(number); }
 #define EXP2(number) exp2f(number)
 #define LOG2(number) log2f(number)
 #define ROOT(number) sqrtf(number)
-#define COS(number) cosf(number)
-#define SIN(number) sinf(number)
+#define SINE_COSINE(number, sine, cosine) (sine = sinf(number), cosine = cosf(number))
 #define AS_FLOAT(bits) as<float>(uint32_t(bits))
 #define AS_UINT(number) as<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as<type>(uint16_t(bits))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -89,7 +90,7 @@ class Made:
         """The numbers, in the order of ``cuda_program.sizes_of``."""
         found: list[int] = []
         for one, is_sized in zip(inputs, self.are_sized, strict=True):
-            if isinstance(one, View):
+            if type(one) is View:
                 found += (one.start, *one.strides)
             elif is_sized:
                 found += one.shape
@@ -101,26 +102,30 @@ class CompiledRun:
 
     def __init__(self, launch: CompiledLaunch, body: Body, constants: tuple[Constant, ...]) -> None:
         self._launch, self._body, self._constants = launch, body, constants
-        self._made: dict[tuple[Given, ...], Made] = {}
+        self._made: dict[Any, Made] = {}
 
     def __call__(
         self, inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]:
-        given = tuple([Given(one.dtype, one.ndim, isinstance(one, View)) for one in inputs])
-        dtypes = [dtype for _, dtype in outputs]
-        made = self._made.get(given)
+        # Called in each layer of a step that is not replayed, so it does little.
+        key = tuple([(one.dtype, one.ndim, type(one)) for one in inputs])
+        made = self._made.get(key)
         if made is None:
-            made = self._launch.made(self._body, self._constants, given, dtypes)
-            self._made[given] = made
+            made = self._made[key] = self._make(inputs, outputs)
         found: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=made.name,
             compiled_source=made.code,
-            inputs=[one.whole if isinstance(one, View) else one for one in inputs],
+            inputs=[one.whole if type(one) is View else one for one in inputs],
             output_shapes=[shape for shape, _ in outputs],
-            output_dtypes=dtypes,
+            output_dtypes=[dtype for _, dtype in outputs],
             scalars=made.numbers(inputs),
             grid=grid,
             threadgroup=group,
             ensure_row_contiguous=True,
         )
         return found
+
+    def _make(self, inputs: Sequence[Input], outputs: Sequence[Output]) -> Made:
+        given = [Given(one.dtype, one.ndim, isinstance(one, View)) for one in inputs]
+        dtypes = [dtype for _, dtype in outputs]
+        return self._launch.made(self._body, self._constants, given, dtypes)

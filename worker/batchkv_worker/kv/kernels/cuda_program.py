@@ -15,7 +15,7 @@ import mlx.core as mx
 from batchkv_worker.kv.kernels.body import Body, source_text
 from batchkv_worker.kv.kernels.launch import CUDA_TYPES, Constant, defined
 
-_HEADER = """\
+HEADER = """\
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 typedef signed char int8_t;
@@ -68,7 +68,7 @@ def program_of(
         parameters.append(f"{_word(dtype)}* {array}")
     head = f'extern "C" __global__ void {name}({", ".join([*parameters, *sizes])}) {{\n'
     inside = start + defined(constants, CUDA_TYPES) + source
-    return f"{_HEADER}{source_text('cuda')}{body.functions}{head}{inside}}}\n"
+    return f"{HEADER}{source_text('cuda')}{body.functions}{head}{inside}}}\n"
 
 
 def sizes_of(body: Body, array: str, given: Given) -> list[str]:

@@ -104,5 +104,6 @@ def _homes_of(library: str) -> list[Path]:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    files = {line.split(maxsplit=5)[-1] for line in lines if f"/{library}" in line}
+    ending = f"/{Path(library).name}"
+    files = {line.split(maxsplit=5)[-1] for line in lines if ending in line}
     return [Path(file).parent.parent for file in sorted(files)]

@@ -24,6 +24,7 @@ ROTARY = Body(
     ("rotary",),
     ("queries", "keys", "query_weights", "key_weights", "frequencies", "offsets"),
     ("turned_queries", "turned_keys"),
+    ("turning",),
 )
 
 

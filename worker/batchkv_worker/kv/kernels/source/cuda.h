@@ -1,5 +1,6 @@
 // The words of the bodies in CUDA's language.
 #define FN __device__ __forceinline__
+#define FN_APART __device__ __noinline__
 #define GLOBAL
 #define LOCAL_ARRAY(type, name, count) __shared__ __align__(16) type name[count]
 #define UNROLL _Pragma("unroll")
@@ -18,8 +19,7 @@
 #define EXP2(number) fast_exp2(number)
 #define LOG2(number) fast_log2(number)
 #define ROOT(number) sqrtf(number)
-#define COS(number) cosf(number)
-#define SIN(number) sinf(number)
+#define SINE_COSINE(number, sine, cosine) sincosf(number, &sine, &cosine)
 #define AS_FLOAT(bits) __uint_as_float(uint32_t(bits))
 #define AS_UINT(number) __float_as_uint(float(number))
 #define FROM_BITS(type, bits) from_bits<type>(uint16_t(bits))

@@ -1,6 +1,7 @@
 // The words of the bodies in Metal's language.
 using namespace metal;
 #define FN inline
+#define FN_APART inline
 #define GLOBAL device
 #define LOCAL threadgroup
 #define LOCAL_ARRAY(type, name, count) alignas(16) threadgroup type name[count]
@@ -16,8 +17,7 @@ using namespace metal;
 #define EXP2(number) fast::exp2(number)
 #define LOG2(number) precise::log2(number)
 #define ROOT(number) precise::sqrt(number)
-#define COS(number) precise::cos(number)
-#define SIN(number) precise::sin(number)
+#define SINE_COSINE(number, sine, cosine) (sine = precise::sin(number), cosine = precise::cos(number))
 #define AS_FLOAT(bits) as_type<float>(uint32_t(bits))
 #define AS_UINT(number) as_type<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as_type<type>(uint16_t(bits))

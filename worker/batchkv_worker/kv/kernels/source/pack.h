@@ -30,10 +30,13 @@ if (unit == 0 && !is_key && WORDS > VALUE_SCALES) {
   record[WORDS - 1] = 0;
 }
 DEVICE_BARRIER;
-if (is_key) {
+// Where keys and values are packed alike, the code is there once.
+constexpr int ARE_ALIKE = KEY_FORM == VALUE_FORM && KEY_BITS == VALUE_BITS && KEY_GROUP == VALUE_GROUP;
+if (is_key || ARE_ALIKE) {
   pack_eight<T, KEY_FORM, KEY_BITS, KEY_GROUP>(
-      given, unit, is_used, AS_FLOAT(uint32_t(KEY_STEP)), (GLOBAL uint8_t*)record,
-      (GLOBAL uint8_t*)(record + KEY_SCALES));
+      given, unit, is_used, AS_FLOAT(uint32_t(is_key ? KEY_STEP : VALUE_STEP)),
+      (GLOBAL uint8_t*)(is_key ? record : record + VALUE_CODES),
+      (GLOBAL uint8_t*)(record + (is_key ? KEY_SCALES : VALUE_SCALES)));
 } else {
   pack_eight<T, VALUE_FORM, VALUE_BITS, VALUE_GROUP>(
       given, unit, is_used, AS_FLOAT(uint32_t(VALUE_STEP)),

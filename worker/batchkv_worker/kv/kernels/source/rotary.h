@@ -43,10 +43,9 @@ UNROLL for (int i = 0; i < EACH; i++) {
     T high = static_cast<T>(y);
     if (pair < TURNED) {
       const float angle = float(offsets[row]) * frequencies[pair];
-      const float cosine = COS(angle);
-      const float sine = SIN(angle);
-      low = static_cast<T>(x * cosine - y * sine);
-      high = static_cast<T>(x * sine + y * cosine);
+      const Turned turned = turned_by(angle, x, y);
+      low = static_cast<T>(turned.low);
+      high = static_cast<T>(turned.high);
     }
     if (is_query) {
       const int64_t to = (row * int64_t(QUERY_HEADS) + head) * SIZE;

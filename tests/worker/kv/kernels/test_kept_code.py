@@ -1,0 +1,59 @@
+"""Machine code that is kept: read again, sealed, and never a reason to fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from batchkv_worker.kv.kernels import kept_code
+from batchkv_worker.kv.kernels.kept_code import KeptCode
+
+CODE = bytes(range(256)) * 8
+
+
+def of(kept: KeptCode, digest: str = "a" * 32, code: bytes = CODE) -> tuple[bytes, bool]:
+    """The code of a digest, and whether it was compiled for this."""
+    asked: list[int] = []
+    return kept.of(digest, lambda: asked.append(1) or code), bool(asked)
+
+
+def test_code_is_compiled_once(tmp_path: Path) -> None:
+    """In a folder that is made for it, by its digest alone."""
+    kept = KeptCode(tmp_path / "home" / "kernels")
+    assert of(kept) == (CODE, True)
+    assert of(kept) == of(KeptCode(kept.folder)) == (CODE, False)
+    assert of(kept, "b" * 32, b"other") == (b"other", True)
+    assert not [*kept.folder.glob("*.part")]
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda found: found[:-1],
+    lambda found: found[:40] + bytes([found[40] ^ 1]) + found[41:],
+    lambda found: found[:32],
+    lambda found: b"",
+])  # fmt: skip
+def test_a_spoilt_file_is_compiled_again(spoil: object, tmp_path: Path) -> None:
+    kept = KeptCode(tmp_path)
+    of(kept)
+    (file,) = tmp_path.glob("*.cubin")
+    file.write_bytes(spoil(file.read_bytes()))  # type: ignore[operator]
+    assert of(kept) == (CODE, True)
+    assert of(kept) == (CODE, False)
+
+
+def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:
+    """There is a file in its place; and without any folder nothing is kept."""
+    (tmp_path / "kernels").write_text("no folder")
+    for kept in (KeptCode(tmp_path / "kernels"), KeptCode()):
+        assert of(kept) == of(kept) == (CODE, True)
+
+
+def test_the_oldest_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_code, "MAX_FILES", 3)
+    kept = KeptCode(tmp_path)
+    for number in range(5):
+        of(kept, f"{number}")
+        os.utime(tmp_path / f"{number}.cubin", (number, number))
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["2", "3", "4"]
