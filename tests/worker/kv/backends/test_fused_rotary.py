@@ -12,13 +12,14 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.lora import LoRALinear
 
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import fused_rotary, joint_product
-from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
-from batchkv_worker.kv.kernels.body import Body
+from batchkv_worker.kv.kernels.body import PACK, Body
 from batchkv_worker.kv.kernels.launch import Constant, Input, Launch, Run, View
 from batchkv_worker.kv.kernels.plain import plain_rotary
 from batchkv_worker.kv.kernels.rotary import ROTARY
@@ -111,6 +112,60 @@ def test_parts_of_one_product_are_read_where_they_are(
     assert all(group._whole is None for group in groups.values())
     plain: Any = Crowd(model, path="folded", backend=GenericBackend())
     assert found == plain.answers(prompts)
+
+
+class RecordBackend(Backend):
+    """With records, packed by a kernel that notes its inputs."""
+
+    def record_kernels(self, scheme: Any, lines: int, dtype: mx.Dtype) -> Any:
+        return decode_kernels(scheme, lines, dtype, self.made)
+
+
+@pytest.mark.parametrize("what", ["plain", "scaled values", "an adapter on values"])
+def test_values_are_read_where_they_are_if_they_come_unchanged(
+    what: str, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are those of MLX's operations each time."""
+    packed: list[Input] = []
+
+    def noting(body: Body, constants: tuple[Constant, ...]) -> Run:
+        run = launch(body, constants)
+        if body is not PACK:
+            return run
+        return lambda inputs, *rest: (packed.append(inputs[1]), run(inputs, *rest))[1]
+
+    monkeypatch.setattr(joint_product, "is_faster", lambda *shape: True)
+    made = model_of("qwen3")
+    model = type(made)(made.args)
+    model.update(made.parameters())
+    for layer in model.layers:
+        if what == "scaled values":
+            layer.self_attn.v_proj = Scaled(layer.self_attn.v_proj)
+        if what == "an adapter on values":
+            found = LoRALinear.from_base(layer.self_attn.v_proj, r=2)
+            found.lora_b = mx.random.normal(found.lora_b.shape)
+            layer.self_attn.v_proj = found
+    prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(3)}
+    backend = RecordBackend(replays_steps=False, columns_multiple=64)
+    object.__setattr__(backend, "made", noting)
+    crowd: Any = Crowd(model, path="kernel", backend=backend)
+    answers = crowd.answers(prompts)
+    assert packed and all(isinstance(one, View) == (what == "plain") for one in packed)
+    plain = RecordBackend(replays_steps=False, columns_multiple=64)
+    object.__setattr__(plain, "made", launch)
+    monkeypatch.setattr(fused_rotary, "choose", lambda *_: None)
+    assert answers == Crowd(model, path="kernel", backend=plain).answers(prompts)
+
+
+class Scaled(nn.Module):  # type: ignore[misc]
+    """A layer whose outputs are doubled."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return 2 * self.inner(x)
 
 
 def test_steps_that_are_replayed_have_it_too(launch: CppLaunch, model: Any) -> None:

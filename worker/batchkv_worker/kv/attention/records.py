@@ -16,6 +16,7 @@ import mlx.core as mx
 from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.attention.shared_prefix import PartialAttention, attend_partial
 from batchkv_worker.kv.backends.contract import RecordKernels
+from batchkv_worker.kv.backends.gpu.value_parts import VALUE_PARTS
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS
 from batchkv_worker.kv.types import PackedKV, Parts
@@ -65,7 +66,9 @@ def pack(layer: LayerAttention, keys: mx.array, values: mx.array) -> mx.array:
     """Records ``[rows, kv heads, 1, words]`` of one token a row, in the model's basis."""
     scheme, kernels = layer.scheme, kernels_of(layer)
     if keys.dtype == values.dtype == layer.dtype:
-        return kernels.pack(scheme.keys.rotate(keys), scheme.values.rotate(values))
+        where = VALUE_PARTS.of(keys, values)
+        rotated = scheme.values.rotate(values)
+        return kernels.pack(scheme.keys.rotate(keys), where if rotated is values else rotated)
     return join(layer, scheme.keys.pack(keys), scheme.values.pack(values))
 
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.kernels.decode import Partials
+from batchkv_worker.kv.kernels.launch import Input
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.types import Parts
@@ -109,7 +110,7 @@ class RecordKernels(Protocol):
         may have fewer numbers than ``launch.LEAST_NUMBERS``.
         """
 
-    def pack(self, keys: mx.array, values: mx.array) -> mx.array:
+    def pack(self, keys: mx.array, values: Input) -> mx.array:
         """Records ``[rows, kv heads, 1, words]`` of ``[rows, kv heads, 1, size]``.
 
         Keys and values are in the basis of storage. Bits are those that the schemes pack.

@@ -161,10 +161,11 @@ class DecodeKernels:
         self.runs[key] = self.launch(body, tuple(constants))
         return self.runs[key]
 
-    def pack(self, keys: mx.array, values: mx.array) -> mx.array:
+    def pack(self, keys: mx.array, values: Input) -> mx.array:
         """Records ``[rows, kv heads, 1, words]`` of one token a row.
 
-        ``keys`` and ``values`` are ``[rows, kv heads, 1, size]``, in the basis of storage.
+        ``keys`` and ``values`` are ``[rows, kv heads, 1, size]``, in the basis of storage. Where
+        values do not lie in one piece, they should be a view.
         """
         rows, kv_heads = keys.shape[:2]
         units = self.layout.keys.size // UNIT, self.layout.values.size // UNIT

@@ -103,10 +103,11 @@ class PlainKernels:
         hidden = mx.where(missing, -mx.inf, scores)
         return hidden, mx.where(missing[..., None], 0, values)
 
-    def pack(self, keys: mx.array, values: mx.array) -> mx.array:
+    def pack(self, keys: mx.array, values: Input) -> mx.array:
         """As ``DecodeKernels.pack``: of keys and values in the basis of storage."""
         scheme = self.layout.scheme
-        return self.layout.join(scheme.keys.codec.pack(keys), scheme.values.codec.pack(values))
+        (given,) = arrays_of([values])
+        return self.layout.join(scheme.keys.codec.pack(keys), scheme.values.codec.pack(given))
 
     def place_rows(
         self, places: mx.array, keys: Parts, values: Parts, count: int, columns: int

@@ -115,8 +115,11 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def group_in(modules: Mapping[str, Any], folder: str) -> FusedGroup | None:
-    """The group whose first two layers are modules of ``folder``, by their full names."""
+def group_in(modules: Mapping[str, Any], folder: str) -> tuple[FusedGroup, int] | None:
+    """The group whose first layers are modules of ``folder``, and how many are, two at least.
+
+    Modules go by their full names. A layer inside an adapter's is not in the folder.
+    """
     layers = [
         module
         for name, module in modules.items()
@@ -124,8 +127,9 @@ def group_in(modules: Mapping[str, Any], folder: str) -> FusedGroup | None:
     ]
     for layer in layers:
         group: FusedGroup = layer._group
-        if {0, 1} <= {other._place for other in layers if other._group is group}:
-            return group
+        places = {other._place for other in layers if other._group is group}
+        if {0, 1} <= places:
+            return group, 3 if 2 in places else 2
     return None
 
 

@@ -28,9 +28,11 @@ from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import Undo
 from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup, group_in
+from batchkv_worker.kv.backends.gpu.value_parts import VALUE_PARTS
 from batchkv_worker.kv.backends.measurements import (
     ROTARY_AGREES,
     ROTARY_LAYERS,
+    ROTARY_VALUES,
     YES_OR_NO,
     Codec,
     Measurements,
@@ -57,7 +59,8 @@ class _Heads:
     """The queries and keys of one layer, between its norms and its positions.
 
     ``group``: the fused layers that computed them, queries first and then keys, if there are any.
-    Then both are parts of one array, and so the kernel reads them.
+    Then both are parts of one array, and so the kernel reads them. ``gives_values``: the values
+    that come with the keys are its last part.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class _Heads:
         group: FusedGroup | None = None,
     ) -> None:
         self._norms, self._kernel, self._group = norms, kernel, group
+        self.may_give_values = self.gives_values = False
         self._turn = _turn_of(norms, rope)
         self._frequencies = _frequencies(rope)
         self._given: list[mx.array | None] = [None, None]
@@ -96,9 +100,13 @@ class _Heads:
         if queries is not None and keys is not None and _is_step(x, queries, keys, offset):
             self._given = [None, None]
             weights = self._norms[0].weight, self._norms[1].weight
-            what = *self._read(queries, keys), weights, self._frequencies, offset
+            given = self._read(queries, keys)
+            what = *given, weights, self._frequencies, offset
             found, self._turned = self._kernel(self._turn, *what)
             self.num_fused += 1
+            if self.gives_values and isinstance(given[1], View):
+                start = given[1].start + keys.shape[2] * keys.shape[3]
+                VALUE_PARTS.note(self._turned, given[1].whole, start)
             return x, found
         place = 0 if queries is not None else 1
         self._given[place] = None
@@ -176,6 +184,8 @@ class FuseRotary:
             is_right = self.measurements.of(ROTARY_AGREES, agrees, YES_OR_NO)
             if is_right and not done:  # by a stored result
                 self._fuse(model, done)
+            if is_right:
+                self._give_values(model)
             if not is_right:
                 log.warning("one kernel for norms and positions does not agree: not used")
         except _FAULTS as fault:
@@ -193,12 +203,33 @@ class FuseRotary:
         log.info("%d layers have norms and positions by one kernel", len(self.layers))
         return undo
 
+    def _give_values(self, model: Any) -> None:
+        """If values come to caches as the fused layers gave them, tell where these are."""
+        heads = [one._heads for one in model.modules() if isinstance(one, FusedRope)]
+        found = [one for one in heads if one.may_give_values]
+
+        def are_parts() -> bool:
+            seen: list[bool] = []
+            _logits(model, seen)
+            return len(seen) == len(found) * len(_TOKENS[0]) and all(seen)
+
+        for one in found:
+            one.gives_values = True
+        is_so = False
+        try:
+            is_so = bool(found) and self.measurements.of(ROTARY_VALUES, are_parts, YES_OR_NO)
+        finally:
+            for one in found:
+                one.gives_values = is_so
+
     def _fuse(self, model: Any, done: list[Undo]) -> list[_Heads]:
         modules = dict(model.named_modules())
         kernel, found = RotaryKernel(self.launch), []
         for query, key, rope in self.layers:
-            norms, group = (modules[query], modules[key]), group_in(modules, _folder(query))
+            norms = modules[query], modules[key]
+            group, count = group_in(modules, query.rpartition(".")[0]) or (None, 0)
             heads = _Heads(norms, modules[rope], kernel, group)
+            heads.may_give_values = count == len(("queries", "keys", "values"))
             if group is not None:
                 group.keeps_whole = True
                 done.append(partial(setattr, group, "keeps_whole", False))
@@ -207,10 +238,6 @@ class FuseRotary:
             done.append(swap_class(modules[rope], FusedRope, _heads=heads))
             found.append(heads)
         return found
-
-
-def _folder(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def choose(model: Any, rows: int, launch: Launch, measurements: Measurements) -> FuseRotary | None:
@@ -333,10 +360,20 @@ class _Input:
 
 
 class _ByRow:
-    """A model's cache whose rows have a position each, as decode slots have."""
+    """A model's cache whose rows have a position each, as decode slots have.
 
-    def __init__(self, cache: Any, rows: int) -> None:
-        self._cache, self._rows = cache, rows
+    ``seen`` gets whether values that ``VALUE_PARTS`` knows are there.
+    """
+
+    def __init__(self, cache: Any, rows: int, seen: list[bool] | None = None) -> None:
+        self._cache, self._rows, self._seen = cache, rows, seen
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        one = VALUE_PARTS.of(keys, values)
+        if self._seen is not None and isinstance(one, View):
+            there = mx.as_strided(one.whole, one.shape, one.strides, one.start)
+            self._seen.append(bool(mx.array_equal(there, values).item()))
+        return self._cache.update_and_fetch(keys, values)
 
     @property
     def offset(self) -> mx.array:
@@ -346,11 +383,11 @@ class _ByRow:
         return getattr(self._cache, name)
 
 
-def _logits(model: Any) -> mx.array:
+def _logits(model: Any, seen: list[bool] | None = None) -> mx.array:
     """The model's outputs for a few tokens of two rows, one by one, as in decode steps."""
     rows = len(_TOKENS)
     cache = [
-        _ByRow(one, rows) if isinstance(one, KVCache | RotatingKVCache) else one
+        _ByRow(one, rows, seen) if isinstance(one, KVCache | RotatingKVCache) else one
         for one in make_prompt_cache(model)
     ]
     logits = [
