@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -121,7 +122,7 @@ class RecordBackend(Backend):
         return decode_kernels(scheme, lines, dtype, self.made)
 
 
-@pytest.mark.parametrize("what", ["plain", "scaled values", "an adapter on values"])
+@pytest.mark.parametrize("what", ["plain", "a scale on values", "an adapter on values"])
 def test_values_are_read_where_they_are_if_they_come_unchanged(
     what: str, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,8 +140,8 @@ def test_values_are_read_where_they_are_if_they_come_unchanged(
     model = type(made)(made.args)
     model.update(made.parameters())
     for layer in model.layers:
-        if what == "scaled values":
-            layer.self_attn.v_proj = Scaled(layer.self_attn.v_proj)
+        if what == "a scale on values":
+            layer.self_attn.__class__ = ScaledValues
         if what == "an adapter on values":
             found = LoRALinear.from_base(layer.self_attn.v_proj, r=2)
             found.lora_b = mx.random.normal(found.lora_b.shape)
@@ -157,15 +158,22 @@ def test_values_are_read_where_they_are_if_they_come_unchanged(
     assert answers == Crowd(model, path="kernel", backend=plain).answers(prompts)
 
 
-class Scaled(nn.Module):  # type: ignore[misc]
-    """A layer whose outputs are doubled."""
+class ScaledValues(qwen3.Attention):  # type: ignore[misc]
+    """Layers that scale their values before a cache gets them."""
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return 2 * self.inner(x)
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        sizes = *x.shape[:2], -1, round(self.scale**-2)
+        parts = [one(x).reshape(sizes) for one in (self.q_proj, self.k_proj)]
+        values = 2 * self.v_proj(x).reshape(sizes)
+        normed = zip((self.q_norm, self.k_norm), parts, strict=True)
+        queries, keys = (
+            self.rope(norm(one).transpose(0, 2, 1, 3), offset=cache.offset) for norm, one in normed
+        )
+        keys, values = cache.update_and_fetch(keys, values.transpose(0, 2, 1, 3))
+        out = qwen3.scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=self.scale, mask=mask
+        )
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
 
 def test_steps_that_are_replayed_have_it_too(launch: CppLaunch, model: Any) -> None:
