@@ -165,10 +165,9 @@ class ScaledValues(qwen3.Attention):  # type: ignore[misc]
         sizes = *x.shape[:2], -1, round(self.scale**-2)
         parts = [one(x).reshape(sizes) for one in (self.q_proj, self.k_proj)]
         values = 2 * self.v_proj(x).reshape(sizes)
-        normed = zip((self.q_norm, self.k_norm), parts, strict=True)
-        queries, keys = (
-            self.rope(norm(one).transpose(0, 2, 1, 3), offset=cache.offset) for norm, one in normed
-        )
+        both = zip((self.q_norm, self.k_norm), parts, strict=True)
+        normed = [norm(one).transpose(0, 2, 1, 3) for norm, one in both]
+        queries, keys = (self.rope(one, offset=cache.offset) for one in normed)
         keys, values = cache.update_and_fetch(keys, values.transpose(0, 2, 1, 3))
         out = qwen3.scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=self.scale, mask=mask
