@@ -12,11 +12,12 @@ from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
 
 
-def attention_of(rows: int, tokens: int, mask: Any) -> tuple[mx.array, mx.array]:
+def attention_of(rows: int, tokens: int, mask: Any, history: int = 5) -> tuple[mx.array, mx.array]:
     """Of CUDA's backend, and of one that changes nothing."""
+    columns = tokens + history
     queries, keys, values = (
         mx.random.normal((rows, heads, length, 16))
-        for heads, length in ((4, tokens), (2, tokens + 5), (2, tokens + 5))
+        for heads, length in ((4, tokens), (2, columns), (2, columns))
     )
     found, plain = (
         one.attention(queries, keys, values, 0.25, mask, None)
@@ -46,6 +47,33 @@ def test_rows_of_zeros_change_nothing(
     found, plain = attention_of(rows, 6, mask)
     assert mx.allclose(found, plain, atol=1e-6) and found.shape == plain.shape
     assert seen[2:] == [{1: 4, 3: 4, 4: 4, 5: 8, 7: 8}[rows], rows]
+
+
+@pytest.mark.parametrize(("history", "wanted"), [(0, (4, 128)), (1, (4, 100))])
+@pytest.mark.parametrize("rows", [3, 4])
+def test_tokens_of_zeros_change_nothing(
+    rows: int, history: int, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are copied anyway, and have no history: with it, more keys would be seen."""
+    seen: list[tuple[int, int]] = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def watched(queries: mx.array, *rest: Any, **named: Any) -> mx.array:
+        seen.append((queries.shape[0], queries.shape[2]))
+        return real(queries, *rest, **named)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(backend, "FEW_TOKENS", 40)
+    found, plain = attention_of(rows, 100, "causal", history)
+    assert mx.allclose(found, plain, atol=1e-6) and found.shape == plain.shape
+    assert seen == [wanted if rows == 3 else (4, 100), (rows, 100)]
+    found, plain = attention_of(rows, 100, None, history)  # all keys are seen
+    assert mx.allclose(found, plain, atol=1e-6) and seen[2] == (4, 100)
+
+
+def test_lengths_are_rounded_to_few() -> None:
+    wanted = {64: 128, 128: 128, 129: 256, 500: 512, 513: 768, 1024: 1024, 1025: 1536, 2048: 2048}
+    assert {length: backend.rounded_length(length) for length in wanted} == wanted
 
 
 def test_large_chunks_decode_and_masks_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

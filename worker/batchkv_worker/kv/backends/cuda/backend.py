@@ -18,6 +18,8 @@ from batchkv_worker.kv.schemes.packing import LayerScheme
 MOST_PADDED = 2**25  # numbers of keys: 64 MiB in half precision
 FEW_TOKENS = 1024  # rows times columns to which few rows are padded: they cost nothing more
 MOST_ROWS = 8  # to which few rows are padded
+LENGTHS = (128, 256, 384, 512, 768, 1024)  # to which short prompts are padded; then multiples of
+LENGTHS_MULTIPLE = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,20 +42,26 @@ class CudaBackend(GpuBackend):
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        """MLX's, for a number of rows that comes again.
+        """MLX's, for numbers of rows and tokens that come again.
 
         MLX plans attention for each shape anew, which takes 65 ms on an H200. So small chunks of
-        prompts get rows of zeros up to a power of two, and short ones up to ``MOST_ROWS``.
+        prompts get rows of zeros up to a power of two, and short ones up to ``MOST_ROWS``. Rows
+        without history that are copied for this get tokens of zeros behind their own, too, which
+        none of their own attends to.
         """
-        rows = queries.shape[0]
-        few = min(MOST_ROWS, FEW_TOKENS // max(queries.shape[2], keys.shape[2]))
-        padded = 1 << (max(rows, few) - 1).bit_length()
-        is_small = padded * keys[0].size <= MOST_PADDED
-        if queries.shape[2] > 1 and padded > rows and is_small and not isinstance(mask, mx.array):
-            width = [(0, padded - rows), (0, 0), (0, 0), (0, 0)]
-            queries, keys, values = (mx.pad(one, width) for one in (queries, keys, values))
+        rows, length, columns = queries.shape[0], queries.shape[2], keys.shape[2]
+        more = 0
+        if length > 1 and not isinstance(mask, mx.array):
+            few = min(MOST_ROWS, FEW_TOKENS // max(length, columns))
+            padded = 1 << (max(rows, few) - 1).bit_length()
+            if mask == "causal" and length == columns:
+                more = rounded_length(length) - length
+            is_small = padded * (keys[0].size // columns) * (columns + more) <= MOST_PADDED
+            if padded > rows and is_small:
+                width = [(0, padded - rows), (0, 0), (0, more), (0, 0)]
+                queries, keys, values = (mx.pad(one, width) for one in (queries, keys, values))
         out = super().attention(queries, keys, values, scale, mask, sinks)
-        return out if out.shape[0] == rows else out[:rows]
+        return out[:rows, :, :length] if out.shape[0] > rows else out
 
     def pacing(self) -> Pacing:
         return LayersAhead()
@@ -68,3 +76,9 @@ class CudaBackend(GpuBackend):
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
     ) -> RecordKernels | None:
         return decode_kernels(scheme, lines, dtype, self.launch(), matrices=True)
+
+
+def rounded_length(length: int) -> int:
+    """The number of tokens to which rows of ``length`` tokens are padded."""
+    fitting = (one for one in LENGTHS if one >= length)
+    return next(fitting, -(-length // LENGTHS_MULTIPLE) * LENGTHS_MULTIPLE)
