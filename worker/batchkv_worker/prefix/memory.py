@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, own_root, root_key
-from batchkv_cache_store.uses import EvictionOrder, Uses
+from batchkv_cache_store.uses import EvictionOrder
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
@@ -56,7 +56,7 @@ OnNew = Callable[[Sequence, int, Kind, Bundle], None]
 class PrefixCache:
     """Blocks by key. ``eviction`` has their order of eviction, and how many rows wait for each.
 
-    ``partial_uses``: how many rows wait that begin with each partial block.
+    It also has how many rows wait that begin with each partial block.
 
     ``max_blocks``: the longest chain that fits, with its state at the end; 0: nothing is kept.
     ``root``: the key before the first block. ``on_new``: called with new parts, to share them.
@@ -88,7 +88,7 @@ class PrefixCache:
         self._on_new = on_new
         self._kinds = kinds
         self._blocks, self.eviction = dict[bytes, HeldBlock](), EvictionOrder[bytes]()
-        self._partial, self.partial_uses = PartialBlocks(), Uses[bytes]()
+        self._partial = PartialBlocks()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -262,7 +262,7 @@ class PrefixCache:
     def _num_wanted(self, row: Sequence) -> int:
         """Blocks that another row begins with, the one included of which it needs the beginning."""
         common = row.num_common_blocks
-        return common + any(map(self.partial_uses.remaining, within(row.partial_keys, common)))
+        return common + any(map(self.eviction.remaining, within(row.partial_keys, common)))
 
     def _publish_partial(
         self, row: Sequence, prefill: PrefillRows, index: int, start: int, end: int
@@ -273,7 +273,7 @@ class PrefixCache:
         """
         number = len(row.block_keys)
         low, wanted = number * BLOCK_TOKENS, within(row.partial_keys, number)
-        while wanted and not self.partial_uses.remaining(wanted[-1]):
+        while wanted and not self.eviction.remaining(wanted[-1]):
             wanted = wanted[:-1]
         high = low + len(wanted) * PARTIAL_TOKENS
         is_new = bool(wanted) and self._partial.source(wanted[-1]) is None

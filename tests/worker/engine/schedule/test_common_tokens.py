@@ -121,9 +121,7 @@ def test_the_scheduler_computes_common_tokens_once() -> None:
     def num_cached(row: Sequence) -> int:
         return 64 * sum(key in memory for key in row.partial_keys[:2])
 
-    plan = Scheduler(
-        *(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), num_cached), uses=(Uses(), Uses())
-    )
+    plan = Scheduler(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), num_cached)
     for row in rows:
         plan.add(row)
     first = plan.next_group()
