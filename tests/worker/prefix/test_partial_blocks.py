@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
+from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.slot_costs import costs_of
 from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.prefix.memory import PrefixCache
@@ -274,6 +277,23 @@ def test_the_end_of_a_prompt_stays_while_rows_wait_for_it() -> None:
         assert len(engine.prefixes.eviction) == 0
 
 
+def test_blocks_of_rows_that_were_computed_again_serve() -> None:
+    """A block may hold tokens of an answer. Other rows begin with its beginning all the same."""
+    model, (first, second) = tiny_models.build("llama"), behind(190, 10, 30)
+    end_step, calls = DecodeSlots.end_step, count(1)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) == 70:
+            raise RuntimeError("[malloc] Unable to allocate 68719476736 bytes.")
+        return end_step(*args, **options)
+
+    with running(model, None) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeSlots, "end_step", failing)
+        run(engine, [first], 100)
+        assert len(engine.prefixes) == 1
+        assert cached(run(engine, [second])) == [128]
+
+
 def test_rows_of_another_salt_find_nothing() -> None:
     """As with blocks: what one key's prompts begin with is nobody else's to see."""
     model = tiny_models.build("llama")
@@ -346,7 +366,7 @@ def test_uses_are_counted_down_to_none() -> None:
         assert len(engine.prefixes.eviction) == 0
 
 
-def test_preempted_rows_begin_again_without_partial_blocks() -> None:
+def test_preempted_rows_begin_again() -> None:
     """Too little room for all: rows leave their slots and come back, with the same tokens."""
     model = tiny_models.build("llama")
     prompts = behind(150, 30, 20, 33, 40, 25, 38)

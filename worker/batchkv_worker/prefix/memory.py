@@ -103,15 +103,21 @@ class PrefixCache:
 
     def keys(self, prompt: list[int], cache_salt: str | None) -> list[bytes]:
         """Keys of the blocks that prefill fills (with all but the last token), as room allows."""
-        root = own_root(self._root, cache_salt)
-        return chain(root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
+        return chain(own_root(self._root, cache_salt), self._filled(prompt))
+
+    def partial_keys(self, prompt: list[int], cache_salt: str | None) -> list[bytes]:
+        """Keys of the partial blocks in the same tokens; none if they are not shared."""
+        if not self._shares_partial:
+            return []
+        return partial_keys(own_root(self._root, cache_salt), self._filled(prompt))
+
+    def _filled(self, prompt: list[int]) -> list[int]:
+        return prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1]
 
     def name(self, row: Sequence) -> None:
         """Give a row the keys of its blocks and, if they are shared, of its partial blocks."""
         row.block_keys = self.keys(row.prompt, row.cache_salt)
-        if self._shares_partial:
-            tokens = row.prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1]
-            row.partial_keys = partial_keys(own_root(self._root, row.cache_salt), tokens)
+        row.partial_keys = self.partial_keys(row.prompt, row.cache_salt)
 
     def depth(self, keys: Items[bytes]) -> int:
         """Blocks of the longest prefix of a chain that is here with all parts at its end."""
