@@ -133,3 +133,15 @@ def test_preempted_rows_begin_again() -> None:
         assert tokens(run(engine, prompts, 80)) == expected
         assert engine._decode_rows.num_preempted > 0
         assert len(engine.prefixes.eviction) == 0
+
+
+def test_a_replay_that_was_preempted_uses_no_partial_block() -> None:
+    """It repeats its row without the cache."""
+    prompt = random_prompt(1, 300)
+    row = Sequence("0", prompt, Generation(8))
+    replay = Sequence("replay of 0", prompt, Generation(8), replay_of=row)
+    with running(tiny_models.build("llama"), None) as engine:
+        run(engine, [prompt])
+        engine._decode_rows.extend_keys([row, replay])
+        assert engine.prefixes.num_cached(row) == 256
+        assert engine.prefixes.num_cached(replay) == 0 and replay.partial_keys == []

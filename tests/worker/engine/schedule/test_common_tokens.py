@@ -172,3 +172,22 @@ def test_the_scheduler_computes_common_tokens_once() -> None:
     plan.finish_group()
     second = plan.next_group()
     assert second is not None and len(second.rows) == 15 and second.position == 128
+
+
+def group_of(*cached: int) -> tuple[str, int]:
+    """The names of the first group's rows, and where they start, if rows found so many tokens."""
+    rows = found(*cached)
+    plan = Scheduler(
+        *(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), lambda row: cached[int(row.job_id)])
+    )
+    for row in rows:
+        plan.add(row)
+    group = plan.next_group()
+    assert group is not None and {row.num_cached for row in group.rows} == {group.position}
+    return names(group.rows), group.position
+
+
+def test_a_group_starts_after_what_all_of_its_rows_have_found() -> None:
+    """With rows that found fewer partial blocks than the first; without any of other blocks."""
+    assert group_of(640, 576, 576, 256) == ("012", 576)
+    assert group_of(320, 576, 320) == ("02", 320)
