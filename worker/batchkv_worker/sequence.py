@@ -289,13 +289,13 @@ class Sequence:
         """The content of its slot was copied back, or is lost."""
         self.parked = b""
 
-    def resume_after(self, block_keys: list[bytes]) -> None:
+    def resume_after(self, block_keys: list[bytes], partial_keys: list[bytes]) -> None:
         """It will go on after the tokens read so far: they count as part of its prompt.
 
-        ``block_keys`` are of all those tokens; empty when it uses no cached block.
+        The keys are of all those tokens; empty when it uses no cached block.
         """
         self.num_resumed = len(self.generated)
-        self.block_keys, self.partial_keys = block_keys, []
+        self.block_keys, self.partial_keys = block_keys, partial_keys
 
     def preempt(self) -> None:
         """It waits again because there was no room; tokens that were read are kept."""

@@ -30,6 +30,12 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(tiny_models.VOCABULARY) for _ in range(length)]
 
 
+def behind(num_common: int, *lengths: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of the same tokens and then of others, so many each."""
+    common = random_prompt(seed, num_common)
+    return [[*common, *random_prompt(seed + 1 + n, length)] for n, length in enumerate(lengths)]
+
+
 def on_disk(folder: Path, max_bytes: int = 2**30) -> list[Tier]:
     """One tier, the folder that workers share."""
     return [DiskTier(folder, max_bytes)]

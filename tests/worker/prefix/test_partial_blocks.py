@@ -12,7 +12,9 @@ from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
+from batchkv_worker.kv.layers.slot_costs import costs_of
 from batchkv_worker.kv.start.backend import choose_backend
+from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.partial_blocks import (
     MOST,
     PARTIAL_TOKENS,
@@ -22,8 +24,10 @@ from batchkv_worker.prefix.partial_blocks import (
 )
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
+from worker.kv.reference import attention_kind
 from worker.prefix.engines_on_store import (
     access,
+    behind,
     cached,
     finish,
     random_prompt,
@@ -39,12 +43,6 @@ MIB = 2**20
 def computed(engine: Engine) -> int:
     """Tokens of prompts that the engine has computed."""
     return engine._prefill.num_computed
-
-
-def behind(num_common: int, *lengths: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of the same tokens and then of others, so many each."""
-    common = random_prompt(seed, num_common)
-    return [[*common, *random_prompt(seed + 1 + n, length)] for n, length in enumerate(lengths)]
 
 
 # -- keys and the index
@@ -158,6 +156,47 @@ def test_common_tokens_are_computed_once_and_change_no_token(
     assert once == whole - 7 * found
 
 
+def test_rows_of_one_group_take_beginnings_of_different_blocks() -> None:
+    """Each its own: of two blocks that begin with the same 64 tokens, and not with the same 192."""
+    model = tiny_models.build("llama")
+    common, (one, other) = random_prompt(1, 64), (random_prompt(seed, 236) for seed in (2, 3))
+    first, second = [*common, *one], [*common, *other]
+    later = [[*prompt[:200], *random_prompt(4, 20)] for prompt in (first, second)]
+    with running(model, None, prefix_bytes=0) as engine:
+        expected = tokens(run(engine, later))
+    with running(model, None) as engine:
+        for prompt in (first, second):
+            run(engine, [prompt])
+        events = run(engine, later)
+    assert tokens(events) == expected and cached(events) == [192, 192]
+
+
+@pytest.mark.parametrize(("length", "found"), [(320, 256), (321, 320)])
+def test_the_last_token_of_a_prompt_is_never_cached(length: int, found: int) -> None:
+    """The first step takes it, so a partial block may not end with it."""
+    model, prompt = tiny_models.build("llama"), random_prompt(1, 600)
+    with running(model, None, prefix_bytes=0) as engine:
+        expected = tokens(run(engine, [prompt[:length]]))
+    with running(model, None) as engine:
+        run(engine, [prompt])
+        events = run(engine, [prompt[:length]])
+    assert tokens(events) == expected and cached(events) == [found]
+
+
+def test_partial_keys_are_of_the_tokens_that_may_be_cached() -> None:
+    """No keys beyond the room for blocks, and other ones under another root."""
+    kinds = [attention_kind("float")]
+    costs = costs_of(kinds)
+    row = Sequence("0", random_prompt(1, 1000), Generation(1))
+    found = []
+    for root in (b"one", b"another"):
+        memory = PrefixCache(2 * 256 * costs.per_new_token, costs, kinds, root)
+        memory.name(row)
+        assert len(row.block_keys) == 2 and len(row.partial_keys) == 8
+        found.append(row.partial_keys)
+    assert not {*found[0]} & {*found[1]}
+
+
 def test_a_model_with_states_takes_whole_blocks_alone() -> None:
     """A state is of a block's last token: it cannot be cut."""
     model = tiny_models.build("qwen3_next")
@@ -178,7 +217,7 @@ def test_a_backend_without_partial_blocks_shares_whole_ones() -> None:
     assert not CudaBackend().shares_partial and MetalBackend().shares_partial
     with running(model, None, backend=backend) as engine:
         events = run(engine, prompts)
-        assert not engine.prefixes.partial_uses and not engine.prefixes._partial
+        assert not engine.prefixes._partial
     assert sorted(cached(events)) == [0, 512, 512]
 
 
@@ -232,52 +271,13 @@ def test_beginnings_of_blocks_from_the_shared_store_serve() -> None:
     assert cached([again, event]) == [512, 256 + 128]
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1, 3, 5])
-def test_too_little_memory_for_blocks_changes_no_token(num_blocks: int) -> None:
-    """Blocks go while rows wait for their beginnings; those rows compute them again."""
-    model = tiny_models.build("llama")
-    prompts = [p for seed in (0, 100, 200, 300) for p in behind(330, 20, 21, 300, 22, seed=seed)]
-    with running(model, None, prefix_bytes=0) as engine:
-        expected = tokens(run(engine, prompts))
-    with running(model, None) as engine:
-        block_bytes = engine.prefixes.block_bytes
-    with running(model, None, prefix_bytes=num_blocks * block_bytes) as engine:
-        assert tokens(run(engine, prompts)) == expected
-        memory = engine.prefixes
-        assert memory.num_bytes <= num_blocks * block_bytes
-        assert {*memory._partial._keys} <= {*memory._blocks}
-        assert {one for found in memory._partial._sources.values() for one in found} <= {
-            *memory._blocks
-        }
-
-
-def test_uses_are_counted_down_to_none() -> None:
-    """Whatever becomes of a row, it waits for its partial blocks no more."""
-    model = tiny_models.build("llama")
-    with running(model, None, slots=2) as engine:
-        for index, prompt in enumerate(behind(200, 20, 21, 22, 300, 24)):
-            engine.submit_row(Sequence(str(index), prompt, Generation(4, temperature=0.0)))
-        assert len(engine.prefixes.partial_uses) > 0
-        engine.cancel("4")
-        engine.step()
-        engine.cancel("0")
-        while not engine.is_idle:
-            engine.step()
-        assert len(engine.prefixes.partial_uses) == 0
-
-
-def test_preempted_rows_begin_again_without_partial_blocks() -> None:
-    """Too little room for all: rows leave their slots and come back, with the same tokens."""
-    model = tiny_models.build("llama")
-    prompts = behind(150, 30, 20, 33, 40, 25, 38)
-    with running(model, None, prefix_bytes=0) as engine:
-        expected = tokens(run(engine, prompts, 80))
-        per_token = engine.bytes_per_token
-    small = {"memory_bytes": 2300 * per_token, "chunk_tokens": 256}
-    with running(
-        model, None, **small, prefix_bytes=3 * 256 * per_token, admission="optimistic"
-    ) as engine:
-        engine._scheduler.output_lengths._recent.extend([4] * 32)
-        assert tokens(run(engine, prompts, 80)) == expected
-        assert engine._decode_rows.num_preempted > 0
-        assert len(engine.prefixes.partial_uses) == 0
+def test_a_row_on_the_beginning_of_a_converted_block_publishes_nothing() -> None:
+    """What it computes depends on values that another scheme has rounded."""
+    model, tier = tiny_models.build("llama"), MemoryTier(256 * MIB)
+    first, second = behind(140, 200, 400)
+    with running(model, access([tier]), "float") as engine:
+        run(engine, [first])
+    with running(model, access([tier], adopts_float=True), "affine8") as engine:
+        assert cached(run(engine, [first])) == [256]
+        assert cached(run(engine, [second])) == [128]
+        assert engine.client.flush(30) and engine.client.counters.get("published", 0) == 0

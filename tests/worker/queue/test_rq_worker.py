@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.errors import EXIT_ENGINE_DIED
 from batchkv_worker.events import Work
 from batchkv_worker.queue.rq_worker import BatchWorker
+from batchkv_worker.queue.session import Session
 from batchkv_worker.queue.startup import default_name
 from batchkv_worker.settings import WorkerSettings
 from support.fake_engine import FakeEngine, FakePlan, prompt_of, rows_of
@@ -474,31 +475,70 @@ def test_what_we_use_of_rq_is_there() -> None:
         assert f"self.{attribute}" in source
 
 
-def test_an_engine_that_died_beside_a_long_prompt_keeps_its_exit_code(
+class Busy(FakeEngine):
+    """Prepares rows ahead; a prompt "long" takes until ``gate`` is set, and sets ``begun``."""
+
+    prepares_ahead = True
+    gate, begun = threading.Event(), threading.Event()
+
+    def prepare(self, work: Work) -> Callable[[], None]:
+        if prompt_of(work) == "long":
+            self.begun.set()
+            assert self.gate.wait(20)
+        return lambda: self.add(work)
+
+
+@pytest.fixture
+def busy_worker(
     redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process ends at once, because native code must not run at the interpreter's end. Whoever
-    started it learns why all the same."""
-    gate, codes = threading.Event(), list[int]()
-
-    class Ahead(FakeEngine):
-        prepares_ahead = True
-
-        def prepare(self, work: Work) -> Callable[[], None]:
-            if prompt_of(work) == "long":
-                assert gate.wait(20)
-            return lambda: self.add(work)
+) -> Iterator[tuple[BatchWorker, list[int]]]:
+    """A worker whose engine is ``Busy``, and the codes with which it would have ended at once."""
 
     class Worker(BatchWorker):
         @staticmethod
         def engine_factory(settings: WorkerSettings) -> FakeEngine:
-            return Ahead(*rows_of(settings), FakePlan())
+            return Busy(*rows_of(settings), FakePlan())
 
+    codes = list[int]()
     monkeypatch.setattr(os, "_exit", codes.append)
-    submit(redis_connection, ["crash", "long"])
+    Busy.gate.clear()
+    Busy.begun.clear()
     settings = WorkerSettings(model=MODEL)
-    worker = Worker([QUEUE], None, connection=redis_connection, settings=settings)
+    yield Worker([QUEUE], None, connection=redis_connection, settings=settings), codes
+    Busy.gate.set()
+
+
+def test_an_engine_that_died_beside_a_long_prompt_keeps_its_exit_code(
+    redis_connection: Redis, busy_worker: tuple[BatchWorker, list[int]]
+) -> None:
+    """The process ends at once, because native code must not run at the interpreter's end. Whoever
+    started it learns why all the same."""
+    worker, codes = busy_worker
+    submit(redis_connection, ["crash", "long"])
     with pytest.raises(SystemExit) as ended:
         work(worker)
-    gate.set()
     assert codes == [ended.value.code] == [EXIT_ENGINE_DIED]
+
+
+def test_an_error_beside_a_long_prompt_is_no_success(
+    redis_connection: Redis,
+    busy_worker: tuple[BatchWorker, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The process ends at once with code 1, as the interpreter would, and says which error it was.
+
+    It ended with 0, and without a word.
+    """
+
+    def check_engine(session: Session) -> None:
+        if Busy.begun.is_set():
+            raise LookupError("of the main thread")
+
+    monkeypatch.setattr(Session, "_check_engine", check_engine)
+    worker, codes = busy_worker
+    submit(redis_connection, ["long"])
+    with pytest.raises(LookupError):
+        work(worker)
+    assert codes == [1]
+    assert "LookupError: of the main thread" in capsys.readouterr().err

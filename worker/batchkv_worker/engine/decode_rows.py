@@ -159,14 +159,16 @@ class DecodeRows:
                 self._follow(move)
 
     def extend_keys(self, rows: list[Sequence]) -> None:
-        """Give rows the keys of blocks of what they have generated, too.
+        """Give rows the keys of blocks and partial blocks of what they have generated, too.
 
         A replay has none: it uses no cached block.
         """
         for row in rows:
-            tokens = row.prompt + row.generated
-            keys = [] if row.replay_of else self._prefixes.keys(tokens, row.cache_salt)
-            row.resume_after(keys)
+            if row.replay_of:
+                row.resume_after([], [])
+                continue
+            tokens, salt, prefixes = row.prompt + row.generated, row.cache_salt, self._prefixes
+            row.resume_after(prefixes.keys(tokens, salt), prefixes.partial_keys(tokens, salt))
 
     def lose_all(self) -> list[Sequence]:
         """Drop all buffers, which are lost. Returns the rows that were in them or in transit."""

@@ -104,7 +104,7 @@ class Engine:
             drop_buffers=self._slots.drop,
             state_blocks=self.prefixes.max_blocks if plan.has_state else 0,
             is_optimistic=config.admission == "optimistic",
-            uses=(self.prefixes.eviction, self.prefixes.partial_uses),
+            uses=self.prefixes.eviction,
         )
         self._builder = SharedPrefixBuilder(self._slots, self.prefixes)
         self._prefill = Prefill(

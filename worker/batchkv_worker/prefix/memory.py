@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, own_root, root_key
-from batchkv_cache_store.uses import EvictionOrder, Uses
+from batchkv_cache_store.uses import EvictionOrder
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
@@ -56,7 +56,7 @@ OnNew = Callable[[Sequence, int, Kind, Bundle], None]
 class PrefixCache:
     """Blocks by key. ``eviction`` has their order of eviction, and how many rows wait for each.
 
-    ``partial_uses``: how many rows wait that begin with each partial block.
+    It also has how many rows wait that begin with each partial block.
 
     ``max_blocks``: the longest chain that fits, with its state at the end; 0: nothing is kept.
     ``root``: the key before the first block. ``on_new``: called with new parts, to share them.
@@ -88,7 +88,7 @@ class PrefixCache:
         self._on_new = on_new
         self._kinds = kinds
         self._blocks, self.eviction = dict[bytes, HeldBlock](), EvictionOrder[bytes]()
-        self._partial, self.partial_uses = PartialBlocks(), Uses[bytes]()
+        self._partial = PartialBlocks()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -103,15 +103,21 @@ class PrefixCache:
 
     def keys(self, prompt: list[int], cache_salt: str | None) -> list[bytes]:
         """Keys of the blocks that prefill fills (with all but the last token), as room allows."""
-        root = own_root(self._root, cache_salt)
-        return chain(root, prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1])
+        return chain(own_root(self._root, cache_salt), self._filled(prompt))
+
+    def partial_keys(self, prompt: list[int], cache_salt: str | None) -> list[bytes]:
+        """Keys of the partial blocks in the same tokens; none if they are not shared."""
+        if not self._shares_partial:
+            return []
+        return partial_keys(own_root(self._root, cache_salt), self._filled(prompt))
+
+    def _filled(self, prompt: list[int]) -> list[int]:
+        return prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1]
 
     def name(self, row: Sequence) -> None:
         """Give a row the keys of its blocks and, if they are shared, of its partial blocks."""
         row.block_keys = self.keys(row.prompt, row.cache_salt)
-        if self._shares_partial:
-            tokens = row.prompt[: self.max_blocks * BLOCK_TOKENS + 1][:-1]
-            row.partial_keys = partial_keys(own_root(self._root, row.cache_salt), tokens)
+        row.partial_keys = self.partial_keys(row.prompt, row.cache_salt)
 
     def depth(self, keys: Items[bytes]) -> int:
         """Blocks of the longest prefix of a chain that is here with all parts at its end."""
@@ -262,7 +268,7 @@ class PrefixCache:
     def _num_wanted(self, row: Sequence) -> int:
         """Blocks that another row begins with, the one included of which it needs the beginning."""
         common = row.num_common_blocks
-        return common + any(map(self.partial_uses.remaining, within(row.partial_keys, common)))
+        return common + any(map(self.eviction.remaining, within(row.partial_keys, common)))
 
     def _publish_partial(
         self, row: Sequence, prefill: PrefillRows, index: int, start: int, end: int
@@ -273,7 +279,7 @@ class PrefixCache:
         """
         number = len(row.block_keys)
         low, wanted = number * BLOCK_TOKENS, within(row.partial_keys, number)
-        while wanted and not self.partial_uses.remaining(wanted[-1]):
+        while wanted and not self.eviction.remaining(wanted[-1]):
             wanted = wanted[:-1]
         high = low + len(wanted) * PARTIAL_TOKENS
         is_new = bool(wanted) and self._partial.source(wanted[-1]) is None

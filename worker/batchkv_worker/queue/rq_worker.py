@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -50,6 +51,7 @@ from batchkv_worker.queue.startup import (
     check_name,
     check_queue,
     default_name,
+    exit_code_of,
     exit_with,
     refuse_options,
     refuse_scheduler,
@@ -218,6 +220,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
         """Let the engine's threads end, because native code must not run when the interpreter ends.
 
         Otherwise end the process at once, with the code of the error that is raised, or this one.
+        Nobody else reports that error then.
         """
         engine.stop()
         is_over = engine.join(ENGINE_STOP_SECONDS)
@@ -226,9 +229,11 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             return
         self.log.warning("the engine is still in a step or a long prompt; leaving without it")
         error = sys.exception()
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.code if isinstance(error, SystemExit) and type(error.code) is int else code)
+        os._exit(code if error is None else exit_code_of(error))
 
     def _redis_side(self, settings: WorkerSettings, presence: Presence) -> RedisSide:
         return RedisSide(

@@ -32,6 +32,13 @@ def exit_with(fault: BatchkvError) -> NoReturn:
     raise SystemExit(fault.exit_code) from fault
 
 
+def exit_code_of(error: BaseException) -> int:
+    """The code with which an interpreter ends that this error has reached."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if type(error.code) is int else int(error.code is not None)
+
+
 def start_trace(settings: WorkerSettings, name: str) -> None:
     """Begin the trace, if one is wanted; SettingsError when its file cannot be written."""
     if settings.trace is None:

@@ -53,6 +53,14 @@ def test_nobody_waits_if_the_slots_are_full_anyway() -> None:
     assert rows[0].num_cached == 576 and len(rows) == 43
 
 
+def test_no_more_rows_count_than_slots_and_chunk_have_room_for() -> None:
+    """Many rows that found less are of no use if few of them can come."""
+    rows = start_together(found(*[640] * 4, *[576] * 40), 4, CHUNK)
+    assert len(rows) == 4 and rows[0].num_cached == 640
+    rows = start_together(found(*[640] * 14, *[576] * 40), 60, CHUNK)  # 16 in a chunk
+    assert len(rows) == 14 and rows[0].num_cached == 640
+
+
 def test_the_next_row_is_always_in_its_group() -> None:
     """With fewer tokens than all others, too: they compute so much again as a pass is worth."""
     rows = start_together(found(512, *[704] * 5), 16, CHUNK)
@@ -94,13 +102,46 @@ def waiting(count: int, common: int, own: int = 40) -> tuple[list[Sequence], Use
 
 
 def test_rows_wait_for_the_first_of_them_if_that_is_worth_a_pass() -> None:
-    """128 tokens of 16 rows are; those of 4 rows, or of 16 rows of which 4 have room, are not."""
-    for count, room, waits in ((16, 16, True), (4, 16, False), (16, 4, False)):
+    """128 tokens of 16 rows are; those of 5 rows, or of 16 rows of which 4 have room, are not.
+
+    The first of five computes them in any case, and the other four have as many as a pass.
+    """
+    for count, room, waits in ((16, 16, True), (6, 6, True), (5, 16, False), (16, 4, False)):
         rows, uses = waiting(count, 150)
         leaders = Leaders(room, CHUNK, uses.remaining)
         assert not leaders.precede(rows[0])
         leaders.add(rows[0])
         assert leaders.precede(rows[1]) is waits, (count, room)
+
+
+def test_rows_wait_for_the_next_partial_block_alone() -> None:
+    """After it they may differ at once."""
+    rows, uses = waiting(16, 100)
+    leaders = Leaders(16, CHUNK, uses.remaining)
+    leaders.add(rows[0])
+    assert leaders.precede(rows[1])
+
+
+def test_only_what_most_of_the_rows_have_in_common_counts() -> None:
+    """Nine rows have 64 tokens in common, which is not worth a pass; two of them have 192."""
+    (first, second), uses = waiting(2, 200)
+    for row in waiting(7, 64)[0]:
+        uses.add(row.partial_keys[:1])
+    leaders = Leaders(16, CHUNK, uses.remaining)
+    leaders.add(first)
+    assert uses.remaining(first.partial_keys[0]) == 9 and not leaders.precede(second)
+
+
+def test_rows_wait_for_their_next_whole_block() -> None:
+    """However few they are: a block is computed once."""
+    first, second = found(0, 0)
+    first.block_keys, second.block_keys = [b"one", b"two"], [b"one", b"other"]
+    leaders = Leaders(16, CHUNK, Uses[bytes]().remaining)
+    assert not leaders.precede(first)
+    leaders.add(first)
+    assert leaders.precede(second)
+    second.num_cached = 256
+    assert not leaders.precede(second)
 
 
 def test_rows_do_not_wait_for_what_is_in_memory() -> None:
@@ -121,9 +162,7 @@ def test_the_scheduler_computes_common_tokens_once() -> None:
     def num_cached(row: Sequence) -> int:
         return 64 * sum(key in memory for key in row.partial_keys[:2])
 
-    plan = Scheduler(
-        *(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), num_cached), uses=(Uses(), Uses())
-    )
+    plan = Scheduler(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), num_cached)
     for row in rows:
         plan.add(row)
     first = plan.next_group()
@@ -133,3 +172,22 @@ def test_the_scheduler_computes_common_tokens_once() -> None:
     plan.finish_group()
     second = plan.next_group()
     assert second is not None and len(second.rows) == 15 and second.position == 128
+
+
+def group_of(*cached: int) -> tuple[str, int]:
+    """The names of the first group's rows, and where they start, if rows found so many tokens."""
+    rows = found(*cached)
+    plan = Scheduler(
+        *(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), lambda row: cached[int(row.job_id)])
+    )
+    for row in rows:
+        plan.add(row)
+    group = plan.next_group()
+    assert group is not None and {row.num_cached for row in group.rows} == {group.position}
+    return names(group.rows), group.position
+
+
+def test_a_group_starts_after_what_all_of_its_rows_have_found() -> None:
+    """With rows that found fewer partial blocks than the first; without any of other blocks."""
+    assert group_of(640, 576, 576, 256) == ("012", 576)
+    assert group_of(320, 576, 320) == ("02", 320)

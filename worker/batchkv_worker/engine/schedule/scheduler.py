@@ -46,7 +46,7 @@ class Scheduler:
         prefix_costs: PrefixCosts | None = None,
         drop_buffers: Callable[[], None] | None = None,
         is_optimistic: bool = False,
-        uses: tuple[Uses[bytes], Uses[bytes]] | None = None,
+        uses: Uses[bytes] | None = None,
     ) -> None:
         self.layouts = layouts
         self.memory = Memory(layouts, budget)
@@ -66,7 +66,7 @@ class Scheduler:
         self._is_short = False  # the first live row has a slot, and does not fit the memory
         self._waiting: deque[Sequence] = deque()
         # How many waiting rows have a block, and how many begin with a partial block.
-        self._uses, self._partial_uses = uses or (Uses(), Uses())
+        self._uses = Uses() if uses is None else uses
 
     @property
     def group(self) -> PrefillGroup | None:
@@ -138,12 +138,12 @@ class Scheduler:
     def _count(self, row: Sequence) -> None:
         """It waits for its blocks."""
         self._uses.add(row.block_keys)
-        self._partial_uses.add(row.partial_keys)
+        self._uses.add(row.partial_keys)
 
     def _discount(self, row: Sequence) -> None:
         """It waits no more."""
         self._uses.remove(row.block_keys)
-        self._partial_uses.remove(row.partial_keys)
+        self._uses.remove(row.partial_keys)
 
     def _num_live(self) -> int:
         """How many live rows wait. They come before all others."""
@@ -257,7 +257,7 @@ class Scheduler:
         chunk = self.memory.budget.chunk_tokens if is_live else self.chunk_tokens
         window = start_together(window, free, chunk) if window else []
         cached = window[0].num_cached if window else 0
-        leaders = Leaders(free, chunk, self._partial_uses.remaining)
+        leaders = Leaders(free, chunk, self._uses.remaining)
         rows: list[Sequence] = []
         width = 0
         for row in window:
