@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
 from batchkv_worker.kv.backends.generic import GenericBackend
-from batchkv_worker.kv.backends.gpu import fused_rotary, joint_product
+from batchkv_worker.kv.backends.gpu import fused_rotary, joint_product, rotary_layers
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppLaunch:
     """The kernel as C++, which wins every comparison."""
-    monkeypatch.setattr(fused_rotary, "_is_faster", lambda *shape: True)
+    monkeypatch.setattr(rotary_layers, "_is_faster", lambda *shape: True)
     return CppLaunch(folder)
 
 
@@ -287,7 +287,7 @@ def test_the_search_holds_no_weights(model: Any) -> None:
     """Fused linear layers replace them next: a copy of all would have no room."""
     found = type(model)(model.args)
     mx.eval(found.parameters())
-    list(fused_rotary._found_in(found))
+    list(rotary_layers._found_in(found))
     before, replaced = mx.get_active_memory(), 0
     for name, one in tree_flatten(found.parameters()):
         if name.endswith("proj.weight"):
@@ -333,8 +333,8 @@ def test_a_stored_choice_is_used_again(
     """The second start runs nothing. A choice for another model is made anew."""
     install(model, [chosen(model, launch, Measurements.in_home(tmp_path, {}))])()
     with monkeypatch.context() as patch:
-        for name in ("_found_in", "_logits"):
-            patch.setattr(fused_rotary, name, lambda *_: pytest.fail("measured again"))
+        for module, name in ((rotary_layers, "_found_in"), (fused_rotary, "_logits")):
+            patch.setattr(module, name, lambda *_: pytest.fail("measured again"))
         change = chosen(model, launch, Measurements.in_home(tmp_path, {}))
         assert len(change.layers) == len(model.layers)
         undo = install(model, [change])

@@ -50,6 +50,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+def test_building_does_not_count_where_graphs_are_built_before(clock: Clock) -> None:
+    """A way takes 5 ms to build and 2 to compute."""
+    way = clock.way("a", 2)
+
+    def built() -> Any:
+        clock._now += 5 / 1e3
+        return way()
+
+    assert timing.least_times([built], repeats=3) == pytest.approx([7])
+    assert timing.least_times([built], repeats=3, is_built=True) == pytest.approx([2])
+    assert timing.gain(built, way, is_built=True) == pytest.approx(1)
+
+
 def test_the_least_counts_but_not_the_first(clock: Clock) -> None:
     """What the machine does besides only adds; and the first time may be of another kind."""
     assert timing.least_times([clock.way("a", 1, 50, 25, 30)], repeats=3) == pytest.approx([25])

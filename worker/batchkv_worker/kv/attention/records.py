@@ -16,9 +16,9 @@ import mlx.core as mx
 from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.attention.shared_prefix import PartialAttention, attend_partial
 from batchkv_worker.kv.backends.contract import RecordKernels
-from batchkv_worker.kv.backends.gpu.value_parts import VALUE_PARTS
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS
+from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from batchkv_worker.kv.types import PackedKV, Parts
 
 _LEAST_ROWS = LEAST_NUMBERS  # of small arrays with a number or more for each row

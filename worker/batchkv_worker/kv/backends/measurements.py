@@ -34,7 +34,8 @@ POLL_SECONDS = 0.05
 
 # Names of results that other modules read, too.
 FUSED_LINEARS, FUSED_AGREE = "fused linear layers", "fused linear layers agree"
-ROTARY_LAYERS, ROTARY_AGREES = "rotary kernel", "rotary kernel over fused layers agrees"
+ROTARY_LAYERS = "rotary kernel in replayed steps"
+ROTARY_AGREES = "rotary kernel over fused layers agrees"
 ROTARY_VALUES = "values are of fused layers"
 
 Value = TypeVar("Value")

@@ -30,9 +30,11 @@ class GpuBackend(GenericBackend):
     replays_steps: bool = True
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
-        found: list[Change | None] = [fused_linear.choose(model, rows, self.measurements)]
+        linears = fused_linear.choose(model, rows, self.measurements)
+        found: list[Change | None] = [linears]
         if (launch := self.launch()) is not None:
-            found.append(fused_rotary.choose(model, rows, launch, self.measurements))
+            groups = linears.groups if linears is not None else ()
+            found.append(fused_rotary.choose(model, rows, launch, self.measurements, groups))
         return tuple(change for change in found if change is not None)
 
     def launch(self) -> Launch | None:

@@ -115,6 +115,11 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def folder_of(name: str) -> str:
+    """The name of the module that has the module of that full name."""
+    return name.rpartition(".")[0]
+
+
 def group_in(modules: Mapping[str, Any], folder: str) -> tuple[FusedGroup, int] | None:
     """The group whose first layers are modules of ``folder``, and how many are, two at least.
 
@@ -123,7 +128,7 @@ def group_in(modules: Mapping[str, Any], folder: str) -> tuple[FusedGroup, int] 
     layers = [
         module
         for name, module in modules.items()
-        if name.rpartition(".")[0] == folder and isinstance(module, _Fused)
+        if folder_of(name) == folder and isinstance(module, _Fused)
     ]
     for layer in layers:
         group: FusedGroup = layer._group

@@ -12,9 +12,6 @@ it was. Where a call turns out not to be a decode step's, the norm is computed w
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -27,8 +24,14 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import Undo
-from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup, group_in
-from batchkv_worker.kv.backends.gpu.value_parts import VALUE_PARTS
+from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup, Groups, folder_of, group_in
+from batchkv_worker.kv.backends.gpu.rotary_layers import (
+    OF_ATTENTION,
+    Names,
+    faster_layers,
+    frequencies_of,
+    turn_of,
+)
 from batchkv_worker.kv.backends.measurements import (
     ROTARY_AGREES,
     ROTARY_LAYERS,
@@ -37,22 +40,17 @@ from batchkv_worker.kv.backends.measurements import (
     Codec,
     Measurements,
 )
-from batchkv_worker.kv.backends.rebind import swap_class, undo_all, watched
-from batchkv_worker.kv.backends.timing import gain
+from batchkv_worker.kv.backends.rebind import swap_class, undo_all
 from batchkv_worker.kv.kernels.launch import Input, Launch, View
-from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
+from batchkv_worker.kv.kernels.rotary import RotaryKernel
+from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 
 log = logging.getLogger("batchkv.engine")
 
 _TOKENS = ((1, 3, 2, 1), (2, 0, 1, 3))  # of two rows, one after the other
-_MARGIN = 1.1  # by which one kernel has to be faster
-_TIMES = 8  # layers that are timed together
-_MOST_TOKENS = 30_000  # before a token whose results are compared
 
 # A model may take its cache for another than the comparison's, and fail in any of these ways.
 _FAULTS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
-
-Names = tuple[str, str, str]  # of the queries' norm, of the keys', and of the positions
 
 
 class _Heads:
@@ -72,8 +70,8 @@ class _Heads:
     ) -> None:
         self._norms, self._kernel, self._group = norms, kernel, group
         self.may_give_values = self.gives_values = False
-        self._turn = _turn_of(norms, rope)
-        self._frequencies = _frequencies(rope)
+        self._turn = turn_of(norms, rope)
+        self._frequencies = frequencies_of(rope)
         self._given: list[mx.array | None] = [None, None]
         self._turned: mx.array | None = None  # the keys
         self.num_fused = 0  # steps, or traces of them
@@ -227,9 +225,9 @@ class FuseRotary:
         kernel, found = RotaryKernel(self.launch), []
         for query, key, rope in self.layers:
             norms = modules[query], modules[key]
-            group, count = group_in(modules, query.rpartition(".")[0]) or (None, 0)
+            group, count = group_in(modules, folder_of(query)) or (None, 0)
             heads = _Heads(norms, modules[rope], kernel, group)
-            heads.may_give_values = count == len(("queries", "keys", "values"))
+            heads.may_give_values = count == OF_ATTENTION
             if group is not None:
                 group.keeps_whole = True
                 done.append(partial(setattr, group, "keeps_whole", False))
@@ -240,30 +238,27 @@ class FuseRotary:
         return found
 
 
-def choose(model: Any, rows: int, launch: Launch, measurements: Measurements) -> FuseRotary | None:
-    """The layers whose norms and positions are faster at once, for steps of ``rows`` rows."""
+def choose(
+    model: Any,
+    rows: int,
+    launch: Launch,
+    measurements: Measurements,
+    groups: Groups = (),
+) -> FuseRotary | None:
+    """The layers whose norms and positions are faster at once, for steps of ``rows`` rows.
+
+    ``groups`` are the linear layers that will be multiplied at once.
+    """
     layers: tuple[Names, ...] = ()
     try:
         layers = measurements.of(
-            ROTARY_LAYERS, lambda: _faster_layers(model, rows, launch), _layers_codec(model)
+            ROTARY_LAYERS, lambda: faster_layers(model, rows, launch, groups), _layers_codec(model)
         )
     except _FAULTS as fault:
         if is_device_fault(fault):
             raise
         log.warning("norms and positions are not computed by one kernel: %s", fault)
     return FuseRotary(layers, launch, measurements) if layers else None
-
-
-def _faster_layers(model: Any, rows: int, launch: Launch) -> tuple[Names, ...]:
-    names = {id(module): name for name, module in model.named_modules()}
-    found = list(_found_in(model))
-    shapes = {one.shape for one in found}
-    faster = {shape for shape in shapes if _is_faster(shape, rows, launch)}
-    return tuple(
-        (names[id(one.norms[0])], names[id(one.norms[1])], names[id(one.rope)])
-        for one in found
-        if one.shape in faster
-    )
 
 
 def _layers_codec(model: Any) -> Codec[tuple[Names, ...]]:
@@ -282,81 +277,7 @@ def _layers_codec(model: Any) -> Codec[tuple[Names, ...]]:
     return Codec(lambda layers: [list(names) for names in layers], read)
 
 
-# -- which layers
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a layer's time depends on."""
-
-    heads: int
-    kv_heads: int
-    turn: Turn
-    dtype: mx.Dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    norms: tuple[Any, Any]
-    rope: Any
-    shape: _Shape
-
-
-def _found_in(model: Any) -> Iterator[_Found]:
-    """Layers that call two norms, and then one module for both of their results' positions."""
-    calls: list[tuple[Any, _Input]] = []
-
-    def note(layer: Any, x: mx.array) -> None:
-        calls.append((layer, _Input(x.shape, x.dtype)))
-
-    with watched(model, (nn.RMSNorm, nn.RoPE), note):
-        model(mx.array([[0]]), cache=make_prompt_cache(model))
-    times = Counter(id(module) for module, _ in calls)
-    for place in range(len(calls) - 3):
-        (query, q), (key, k), (rope, x), (again, y) = calls[place : place + 4]
-        is_pattern = (
-            [type(one) for one in (query, key, rope)] == [nn.RMSNorm, nn.RMSNorm, nn.RoPE]
-            and again is rope
-            and (times[id(query)], times[id(key)], times[id(rope)]) == (1, 1, 2)
-        )
-        if not is_pattern or {len(one.shape) for one in (q, k, x, y)} != {4}:
-            continue
-        if not q.dtype == k.dtype == query.weight.dtype == key.weight.dtype:
-            continue
-        try:
-            turn = _turn_of((query, key), rope)
-        except ValueError as reason:
-            log.debug("%s", reason)
-            continue
-        heads, size = q.shape[2:]
-        if x.shape == (1, heads, 1, size) and y.shape == (1, k.shape[2], 1, size):
-            yield _Found((query, key), rope, _Shape(heads, k.shape[2], turn, q.dtype))
-
-
-def _turn_of(norms: tuple[Any, Any], rope: Any) -> Turn:
-    """ValueError where there is no kernel for it."""
-    sizes = {int(norm.weight.size) for norm in norms}
-    if len(sizes) != 1 or rope.dims % 2:
-        raise ValueError("no kernel for heads of unequal size")
-    return Turn(sizes.pop(), rope.dims // 2, bool(rope.traditional), (norms[0].eps, norms[1].eps))
-
-
-def _frequencies(rope: Any) -> mx.array:
-    """Radians a position, of each pair, rounded as ``mx.fast.rope`` rounds them on GPUs."""
-    count = rope.dims // 2
-    powers = mx.arange(count, dtype=mx.float32) / count * math.log2(rope.base)
-    return rope.scale * mx.power(2.0, -powers)
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """What is noted of an array."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-
-# -- whether they are right, and faster
+# -- whether they are right
 
 
 class _ByRow:
@@ -395,31 +316,3 @@ def _logits(model: Any, seen: list[bool] | None = None) -> mx.array:
     ]
     mx.eval(logits)
     return mx.concatenate(logits, axis=1)
-
-
-def _is_faster(shape: _Shape, rows: int, launch: Launch) -> bool:
-    """Whether the kernel is faster for a step of so many rows, and gives the same results."""
-    turn = shape.turn
-    norms = tuple(nn.RMSNorm(turn.size, epsilon) for epsilon in turn.epsilons)
-    for norm in norms:
-        norm.set_dtype(shape.dtype)
-    rope = nn.RoPE(2 * turn.turned, traditional=turn.neighbours)
-    weights = norms[0].weight, norms[1].weight
-    kernel, frequencies = RotaryKernel(launch), _frequencies(rope)
-    offsets = mx.arange(rows, dtype=mx.int32) * (_MOST_TOKENS // rows)
-    given = [
-        mx.random.normal((rows, 1, heads, turn.size)).astype(shape.dtype)
-        for heads in (shape.heads, shape.kv_heads)
-    ]
-    mx.eval(weights, frequencies, offsets, given)
-
-    def apart() -> Sequence[mx.array]:
-        pairs = zip(norms, given, strict=True)
-        return [rope(norm(x).transpose(0, 2, 1, 3), offset=offsets) for norm, x in pairs]
-
-    def at_once() -> Sequence[mx.array]:
-        return kernel(turn, given[0], given[1], weights, frequencies, offsets)
-
-    won = gain(apart, at_once, times=_TIMES)
-    log.debug("norms and positions are %.2f times as fast by one kernel", won)
-    return won > _MARGIN and all(are_close(*both) for both in zip(apart(), at_once(), strict=True))

@@ -1,6 +1,6 @@
 """Where a step's values are, when one product gave queries, keys and values.
 
-A kernel whose code is kept copies what does not lie in one piece (``kernels/compiled_launch.py``).
+A kernel whose code is kept copies what does not lie in one piece (``compiled_launch.py``).
 Values of a fused product are such an array. Models hand keys and values to a cache together, so the
 keys that a layer has just turned tell which product the values come from.
 """
