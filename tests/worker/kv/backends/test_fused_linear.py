@@ -186,6 +186,20 @@ def test_one_product_serves_few_rows_alone(faster: None) -> None:
             assert mx.isnan(parts[name]).any().item() == is_spoilt
 
 
+def test_outputs_of_another_input_are_not_handed_out_whole(faster: None) -> None:
+    """Where a later layer of the group has an input of its own."""
+    toy = Toy()
+    fuse(toy)
+    group = group_of(toy, GROUPS[0][0])
+    group.keeps_whole = True
+    x, y = mx.random.normal((2, 1, SIZE)), mx.random.normal((2, 1, SIZE))
+    for inputs, is_whole in (((x, x), True), ((x, y), False)):
+        for name, one in zip(GROUPS[0], inputs, strict=False):
+            toy[name](one)
+        assert (group.take_whole() is not None) == is_whole
+        assert group.take_whole() is None
+
+
 def test_who_is_asked_something_else_multiplies_itself(faster: None) -> None:
     toy = Toy()
     x, y = mx.random.normal((2, 1, SIZE)), mx.random.normal((2, 1, SIZE))

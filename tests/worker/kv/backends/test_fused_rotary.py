@@ -24,6 +24,7 @@ from batchkv_worker.kv.kernels.body import PACK, Body
 from batchkv_worker.kv.kernels.launch import Constant, Input, Launch, Run, View
 from batchkv_worker.kv.kernels.plain import plain_rotary
 from batchkv_worker.kv.kernels.rotary import ROTARY
+from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from worker.kv.crowd import Crowd, model_of, random_prompt
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 
@@ -108,6 +109,7 @@ def test_parts_of_one_product_are_read_where_they_are(
     crowd: Any = Crowd(model, path="folded", backend=backend_of(noting))
     given.clear()
     found = crowd.answers(prompts)
+    assert VALUE_PARTS._last is None  # though no records are packed
     assert given and all(isinstance(one, View) for one in given)
     groups = {id(one._group): one._group for one in model.modules() if hasattr(one, "_group")}
     assert all(group._whole is None for group in groups.values())
@@ -151,6 +153,7 @@ def test_values_are_read_where_they_are_if_they_come_unchanged(
     object.__setattr__(backend, "made", noting)
     crowd: Any = Crowd(model, path="kernel", backend=backend)
     answers = crowd.answers(prompts)
+    assert VALUE_PARTS._last is None
     assert packed and all(isinstance(one, View) == (what == "plain") for one in packed)
     plain = RecordBackend(replays_steps=False, columns_multiple=64)
     object.__setattr__(plain, "made", launch)

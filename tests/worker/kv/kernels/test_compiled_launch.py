@@ -15,7 +15,7 @@ from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.kept_code import FOLDER, KeptCode
 from batchkv_worker.kv.kernels.launch import Launch, View, cuda_launch
-from batchkv_worker.kv.kernels.nvrtc import Compiler
+from batchkv_worker.kv.kernels.nvrtc import Compiler, CompilerError
 from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
 from worker.kv.kernels.cases import SCALE, Case, Sample
 from worker.kv.kernels.cpp_compiler import Calls, CppCompiler
@@ -120,6 +120,28 @@ def test_a_later_process_compiles_nothing(folder: Path, tmp_path: Path, calls: C
     ):
         DrawKernel(again)(logits, given)
         assert len(again.compiler.compiled) == count
+
+
+def test_mlx_compiles_what_the_compiler_refuses(
+    folder: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that is too old for the device, say. It is asked once, and said once."""
+    asked: list[str] = []
+
+    def refuse(self: CppCompiler, program: str, name: str, architecture: str) -> bytes:
+        asked.append(name)
+        raise CompilerError(f"{name}: no such architecture")
+
+    monkeypatch.setattr(CppCompiler, "compile", refuse)
+    monkeypatch.setattr(compiled_launch, "cuda_launch", CppLaunch(folder))
+    logits, given = mx.random.normal((2, 100)), mx.zeros((2, 5))
+    wanted = DrawKernel(CppLaunch(folder))(logits, given)
+    kernel = DrawKernel(launch_in(folder))
+    with caplog.at_level("WARNING", "batchkv.engine"):
+        for _ in range(2):
+            assert mx.array_equal(kernel(logits, given), wanted)
+    assert len(asked) == 1 and not calls.scalars
+    assert [one.getMessage().count("no such architecture") for one in caplog.records] == [1]
 
 
 @pytest.mark.parametrize("architecture", ["", "applegpu_g16", "sm_90; rm -rf"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,44 @@ def test_a_spoilt_file_is_compiled_again(spoil: object, tmp_path: Path) -> None:
     file.write_bytes(spoil(file.read_bytes()))  # type: ignore[operator]
     assert of(kept) == (CODE, True)
     assert of(kept) == (CODE, False)
+
+
+def test_code_of_another_digest_is_no_code(tmp_path: Path) -> None:
+    """A file that got another's name."""
+    kept = KeptCode(tmp_path)
+    of(kept, "b" * 32, b"other")
+    (tmp_path / f"{'b' * 32}.cubin").rename(tmp_path / f"{'a' * 32}.cubin")
+    assert of(kept) == (CODE, True)
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "link", "linked folder"])
+def test_what_others_may_have_written_is_not_read(what: str, tmp_path: Path) -> None:
+    """It would run on the device. Folders are made for this user alone."""
+    kept = KeptCode(tmp_path / "home" / "kernels")
+    assert kept.folder is not None
+    of(kept)
+    assert kept.folder.stat().st_mode & 0o777 == 0o700
+    (file,) = kept.folder.glob("*.cubin")
+    if what == "folder":
+        kept.folder.chmod(0o770)
+    elif what == "file":
+        file.chmod(0o602)
+    elif what == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        kept.folder.rename(tmp_path / "elsewhere")
+        kept.folder.symlink_to(tmp_path / "elsewhere")
+    assert of(kept) == (CODE, True)
+
+
+def test_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """Those that are a day old: others may still be written."""
+    for name, age in (("old.part", kept_code.LOST_SECONDS + 60), ("new.part", 60)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    of(KeptCode(tmp_path))
+    assert sorted(one.name for one in tmp_path.glob("*.part")) == ["new.part"]
 
 
 def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:

@@ -100,6 +100,18 @@ def test_what_does_not_compile_says_why(program: str, said: str, loaded: Path) -
     assert ctypes.c_int.in_dll(compiler.library, "num_open").value == 0
 
 
+def test_the_library_that_is_loaded_already_comes_first(
+    loaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is MLX's, and of the version that the driver takes."""
+    other = tmp_path / "libnvrtc.so.14"
+    other.write_bytes(loaded.read_bytes())
+    monkeypatch.setattr(nvrtc, "LIBRARIES", (str(other), str(loaded)))
+    held = ctypes.CDLL(str(loaded))
+    compiler = find_compiler()
+    assert compiler is not None and compiler.library._handle == held._handle
+
+
 def test_the_environments_cuda_comes_first(
     loaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

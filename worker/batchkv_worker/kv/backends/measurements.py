@@ -25,7 +25,7 @@ log = logging.getLogger("batchkv.engine")
 
 FOLDER = "measured"
 LOCK = "lock"
-VERSION = 1  # raised whenever results of an earlier version must not be used
+VERSION = 2  # raised whenever results of an earlier version must not be used
 MAX_FILES = 200  # the oldest are removed
 MAX_BYTES = 2**22  # of a file
 MAX_TRIES = 2  # of something that may end the process

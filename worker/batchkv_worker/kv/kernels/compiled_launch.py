@@ -30,7 +30,7 @@ from batchkv_worker.kv.kernels.launch import (
     View,
     cuda_launch,
 )
-from batchkv_worker.kv.kernels.nvrtc import Compiler, find_compiler
+from batchkv_worker.kv.kernels.nvrtc import Compiler, CompilerError, find_compiler
 
 log = logging.getLogger("batchkv.engine")
 
@@ -67,7 +67,7 @@ class CompiledLaunch:
         self, body: Body, constants: tuple[Constant, ...], given: Sequence[Given],
         outputs: Sequence[mx.Dtype],
     ) -> Made:  # fmt: skip
-        """The kernel for such arrays. RuntimeError if its program does not compile."""
+        """The kernel for such arrays. Raises CompilerError."""
         text = program_of(_NAME, body, constants, given, outputs)
         facts = "\0".join([text, self.architecture, self.compiler.version])
         digest = hashlib.sha256(facts.encode()).hexdigest()[:32]
@@ -98,20 +98,25 @@ class Made:
 
 
 class CompiledRun:
-    """Implements ``Run``. An input that is no ``View`` is copied unless it lies in one piece."""
+    """Implements ``Run``. An input that is no ``View`` is copied unless it lies in one piece.
+
+    Where the compiler refuses the program, MLX compiles its own, as without kept code.
+    """
 
     def __init__(self, launch: CompiledLaunch, body: Body, constants: tuple[Constant, ...]) -> None:
         self._launch, self._body, self._constants = launch, body, constants
-        self._made: dict[Any, Made] = {}
+        self._made: dict[Any, Made | None] = {}
 
     def __call__(
         self, inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
     ) -> list[mx.array]:
         # Called in each layer of a step that is not replayed, so it does little.
         key = tuple([(one.dtype, one.ndim, type(one)) for one in inputs])
-        made = self._made.get(key)
+        if key not in self._made:
+            self._made[key] = self._make(inputs, outputs)
+        made = self._made[key]
         if made is None:
-            made = self._made[key] = self._make(inputs, outputs)
+            return cuda_launch(self._body, self._constants)(inputs, grid, group, outputs)
         found: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=made.name,
             compiled_source=made.code,
@@ -125,7 +130,11 @@ class CompiledRun:
         )
         return found
 
-    def _make(self, inputs: Sequence[Input], outputs: Sequence[Output]) -> Made:
+    def _make(self, inputs: Sequence[Input], outputs: Sequence[Output]) -> Made | None:
         given = [Given(one.dtype, one.ndim, isinstance(one, View)) for one in inputs]
         dtypes = [dtype for _, dtype in outputs]
-        return self._launch.made(self._body, self._constants, given, dtypes)
+        try:
+            return self._launch.made(self._body, self._constants, given, dtypes)
+        except CompilerError as fault:
+            log.warning("MLX compiles %s in each process: %s", self._body.name, fault)
+            return None

@@ -1,7 +1,8 @@
 """Machine code of kernels, kept in the home folder, so that a later process compiles nothing.
 
 A file's name is the digest of all that its code depends on, and the file begins with a digest of
-the code. What cannot be read is compiled again; what cannot be written is compiled by each process.
+both. What cannot be read is compiled again; what cannot be written is compiled by each process.
+Code runs on the device, so only what nobody but this user may write is read.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,8 @@ log = logging.getLogger("batchkv.engine")
 FOLDER = "kernels"
 MAX_FILES = 500  # the oldest are removed
 MAX_BYTES = 2**24  # of a file
-_ENDING = ".cubin"
+LOST_SECONDS = 86_400.0  # after which a file that a process began is of one that was killed
+_ENDING, _PART = ".cubin", ".part"
 _DIGEST_BYTES = 32
 
 
@@ -42,22 +46,27 @@ class KeptCode:
         if self.folder is None:
             return None
         try:
-            with (self.folder / f"{digest}{_ENDING}").open("rb") as stream:
+            if not _is_ours(self.folder.lstat()):
+                return None
+            file = os.open(self.folder / f"{digest}{_ENDING}", os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(file, "rb") as stream:
+                if not _is_ours(os.fstat(stream.fileno())):
+                    return None
                 sealed = stream.read(MAX_BYTES + 1)
         except OSError:
             return None
         seal, code = sealed[:_DIGEST_BYTES], sealed[_DIGEST_BYTES:]
-        return code if code and seal == _seal(code) else None
+        return code if code and seal == _seal(digest, code) else None
 
     def _keep(self, digest: str, code: bytes) -> None:
         if self.folder is None or len(code) + _DIGEST_BYTES > MAX_BYTES:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=self.folder, suffix=_PART)
             try:
                 with os.fdopen(number, "wb") as stream:
-                    stream.write(_seal(code) + code)
+                    stream.write(_seal(digest, code) + code)
                 Path(name).replace(self.folder / f"{digest}{_ENDING}")
             except BaseException:
                 with suppress(OSError):
@@ -69,17 +78,28 @@ class KeptCode:
 
     def _remove_oldest(self) -> None:
         assert self.folder is not None
-        files = [*self.folder.glob(f"*{_ENDING}")]
-        if len(files) <= MAX_FILES:
-            return
-        dated = []
-        for file in files:
-            with suppress(OSError):  # another process removed it
-                dated.append((file.stat().st_mtime, file))
-        for _, file in sorted(dated)[: len(files) - MAX_FILES]:
+        files = sorted(_dated(self.folder.glob(f"*{_ENDING}")))
+        lost = time.time() - LOST_SECONDS
+        parts = [
+            (when, file) for when, file in _dated(self.folder.glob(f"*{_PART}")) if when < lost
+        ]
+        for _, file in [*files[: max(0, len(files) - MAX_FILES)], *parts]:
             with suppress(OSError):
                 file.unlink()
 
 
-def _seal(code: bytes) -> bytes:
-    return hashlib.sha256(code).digest()
+def _dated(files: Iterable[Path]) -> Iterator[tuple[float, Path]]:
+    for file in files:
+        with suppress(OSError):  # another process removed it
+            yield file.stat().st_mtime, file
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether nobody but this user may write a file or folder."""
+    others = stat.S_IWGRP | stat.S_IWOTH
+    is_plain = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
+    return is_plain and found.st_uid == os.geteuid() and not found.st_mode & others
+
+
+def _seal(digest: str, code: bytes) -> bytes:
+    return hashlib.sha256(digest.encode() + b"\0" + code).digest()

@@ -74,9 +74,9 @@ class Compiler:
 @cache
 def find_compiler() -> Compiler | None:
     """The compiler of this process; None, where it or the headers are not found."""
-    for name in LIBRARIES:
+    for name, mode in _tries(LIBRARIES):
         try:
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(name, mode)
             major, minor = ctypes.c_int(), ctypes.c_int()
             if library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
                 continue
@@ -88,6 +88,12 @@ def find_compiler() -> Compiler | None:
             return Compiler(library, f"{major.value}.{minor.value} {headers}", headers)
         log.debug("CUDA's headers %s are not found", ", ".join(HEADERS))
     return None
+
+
+def _tries(names: Sequence[str]) -> Sequence[tuple[str, int]]:
+    """What to try: each library if it is loaded already, and only then one that is not."""
+    modes = getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE, ctypes.DEFAULT_MODE
+    return [(name, mode) for mode in modes for name in names]
 
 
 def _headers(library: str) -> Path | None:

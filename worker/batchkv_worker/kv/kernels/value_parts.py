@@ -22,6 +22,10 @@ class ValueParts:
         """``keys`` come with values that begin at ``start`` of each row of ``whole``."""
         self._last = keys, whole, start
 
+    def clear(self) -> None:
+        """Hold no arrays: those of a traced step would hold the model."""
+        self._last = None
+
     def of(self, keys: mx.array, values: mx.array) -> Input:
         """``values`` ``[rows, kv heads, 1, size]``, as a view if they came with these keys."""
         last, self._last = self._last, None

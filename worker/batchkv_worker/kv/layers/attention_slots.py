@@ -9,6 +9,7 @@ import mlx.core as mx
 from batchkv_worker.kv.attention import paths, shared_prefix
 from batchkv_worker.kv.attention.paths import Attend, LayerAttention
 from batchkv_worker.kv.attention.shared_prefix import PartialAttention
+from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
 from batchkv_worker.kv.layers.contract import SlotLayer
 from batchkv_worker.kv.layers.row_moves import RowMoves
@@ -198,6 +199,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._wait()
         span = self.span
         self._write(span, keys, values)
+        VALUE_PARTS.clear()
         if self._stand_ins is None:
             self._handed = self._read()
         else:

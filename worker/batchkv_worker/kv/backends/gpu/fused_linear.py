@@ -71,6 +71,7 @@ class FusedGroup:
                 self._input, self._parts = x, self._product.parts(whole)
                 self._whole = whole if self.keeps_whole else None
         if x is not self._input:
+            self._whole = None
             return None
         part = self._parts[place]
         if place == self._count - 1:

@@ -114,7 +114,7 @@ class _Heads:
     def _read(self, queries: mx.array, keys: mx.array) -> tuple[Input, Input]:
         """Both, as parts of what the fused layers computed, if they are."""
         whole = None if self._group is None else self._group.take_whole()
-        if whole is None or self._group is None:
+        if whole is None or self._group is None or whole.dtype != queries.dtype:
             return queries, keys
         rows, _, _, size = queries.shape
         ends = tuple(accumulate(one.shape[2] * size for one in (queries, keys)))
@@ -160,27 +160,31 @@ class FuseRotary:
     """Layers, by their names, whose queries and keys one kernel computes in decode steps.
 
     If the device refuses this, or then gives other answers, the model computes as before. Answers
-    are compared once; ``measurements`` keep the outcome.
+    are compared once, for ``rows`` rows; ``measurements`` keep the outcome.
     """
 
     layers: tuple[Names, ...]
     launch: Launch
     measurements: Measurements = field(default_factory=Measurements, repr=False)
+    rows: int = len(_TOKENS)
 
     def install(self, model: Any) -> Undo:
-        done: list[Undo] = []
+        done: list[Undo] = [VALUE_PARTS.clear]
         undo = undo_all(done)
 
         def agrees() -> bool:
-            before = _logits(model)
+            before = _logits(model, self.rows)
             heads = self._fuse(model, done)
-            after = _logits(model)
+            after = _logits(model, self.rows)
             return are_close(before, after) and all(one.num_fused for one in heads)
 
         is_right = False
+        modules = dict(model.named_modules())
+        num_joint = sum(group_in(modules, folder_of(one[0])) is not None for one in self.layers)
+        name = f"{ROTARY_AGREES}, {num_joint} of {len(self.layers)}"
         try:
-            is_right = self.measurements.of(ROTARY_AGREES, agrees, YES_OR_NO)
-            if is_right and not done:  # by a stored result
+            is_right = self.measurements.of(name, agrees, YES_OR_NO)
+            if is_right and len(done) == 1:  # by a stored result
                 self._fuse(model, done)
             if is_right:
                 self._give_values(model)
@@ -202,13 +206,16 @@ class FuseRotary:
         return undo
 
     def _give_values(self, model: Any) -> None:
-        """If values come to caches as the fused layers gave them, tell where these are."""
+        """If values come to caches as the fused layers gave them, tell where these are.
+
+        This saves copies alone. A model in which it cannot be found out does without.
+        """
         heads = [one._heads for one in model.modules() if isinstance(one, FusedRope)]
         found = [one for one in heads if one.may_give_values]
 
         def are_parts() -> bool:
             seen: list[bool] = []
-            _logits(model, seen)
+            _logits(model, self.rows, seen)
             return len(seen) == len(found) * len(_TOKENS[0]) and all(seen)
 
         for one in found:
@@ -216,7 +223,12 @@ class FuseRotary:
         is_so = False
         try:
             is_so = bool(found) and self.measurements.of(ROTARY_VALUES, are_parts, YES_OR_NO)
+        except _FAULTS as fault:
+            if is_device_fault(fault):
+                raise
+            log.debug("where values come from is not known: %s", fault)
         finally:
+            VALUE_PARTS.clear()
             for one in found:
                 one.gives_values = is_so
 
@@ -258,7 +270,9 @@ def choose(
         if is_device_fault(fault):
             raise
         log.warning("norms and positions are not computed by one kernel: %s", fault)
-    return FuseRotary(layers, launch, measurements) if layers else None
+    if not layers:
+        return None
+    return FuseRotary(layers, launch, measurements, min(rows, len(_TOKENS)))
 
 
 def _layers_codec(model: Any) -> Codec[tuple[Names, ...]]:
@@ -304,15 +318,15 @@ class _ByRow:
         return getattr(self._cache, name)
 
 
-def _logits(model: Any, seen: list[bool] | None = None) -> mx.array:
-    """The model's outputs for a few tokens of two rows, one by one, as in decode steps."""
-    rows = len(_TOKENS)
+def _logits(model: Any, rows: int, seen: list[bool] | None = None) -> mx.array:
+    """The model's outputs for a few tokens of some rows, one by one, as in decode steps."""
     cache = [
         _ByRow(one, rows, seen) if isinstance(one, KVCache | RotatingKVCache) else one
         for one in make_prompt_cache(model)
     ]
     logits = [
-        model(mx.array(tokens)[:, None], cache=cache) for tokens in zip(*_TOKENS, strict=True)
+        model(mx.array(tokens)[:, None], cache=cache)
+        for tokens in zip(*_TOKENS[:rows], strict=True)
     ]
     mx.eval(logits)
     return mx.concatenate(logits, axis=1)
