@@ -186,7 +186,7 @@ def test_attention_alone_is_joined_with_more(folder: Path) -> None:
     spans = [(0, 300), (300, 400), (0, 0), (0, 300), (300, 400)]
     pool = mx.broadcast_to(whole, (case.rows, *whole.shape[1:]))
     bounds = mx.array(spans, mx.int32)
-    score, value = kernels.attend_alone(sample.queries, pool, bounds, 512, SCALE)
+    score, value = kernels.attend_alone(sample.queries, whole, bounds, 512, SCALE)
     assert score[:, 2].max().item() < -1e37 and not value[:, 2].any().item()
     chain = mx.array([[row] for row in range(case.rows)] + [[-1]] * 8, mx.int32)
     partials = Partials(score, value, chain)

@@ -52,15 +52,19 @@ def test_code_of_another_digest_is_no_code(tmp_path: Path) -> None:
     assert of(kept) == (CODE, True)
 
 
-@pytest.mark.parametrize("what", ["folder", "file", "link", "linked folder"])
-def test_what_others_may_have_written_is_not_read(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["folder", "file", "link", "linked folder", "owner"])
+def test_what_others_may_have_written_is_not_read(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would run on the device. Folders are made for this user alone."""
     kept = KeptCode(tmp_path / "home" / "kernels")
     assert kept.folder is not None
     of(kept)
     assert kept.folder.stat().st_mode & 0o777 == 0o700
     (file,) = kept.folder.glob("*.cubin")
-    if what == "folder":
+    if what == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    elif what == "folder":
         kept.folder.chmod(0o770)
     elif what == "file":
         file.chmod(0o602)

@@ -106,6 +106,9 @@ def test_the_library_that_is_loaded_already_comes_first(
     """It is MLX's, and of the version that the driver takes."""
     other = tmp_path / "libnvrtc.so.14"
     other.write_bytes(loaded.read_bytes())
+    (tmp_path / "include").mkdir()
+    for name in HEADERS:
+        (tmp_path / "include" / name).touch()
     monkeypatch.setattr(nvrtc, "LIBRARIES", (str(other), str(loaded)))
     held = ctypes.CDLL(str(loaded))
     compiler = find_compiler()
