@@ -36,7 +36,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("kv.backends.cuda", "kv.backends.metal", "kv.backends.gpu", "kv.backends.cpu"),
         *("kv.backends", "kv.kernels"),
         *("settings", "kv.schemes", "kv.types", "kv", "demo"),
-        *("events", "figures", "sequence", "guide", "trace", "faults", "errors"),
+        *("events", "figures", "sequence", "guide", "trace", "faults", "kept_files", "errors"),
     ),
     "batchkv_producer": (
         *("__main__", "entry", "cli", "__init__", "doctor", "service", "top", "local"),

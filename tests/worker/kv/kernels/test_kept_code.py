@@ -26,7 +26,7 @@ def test_code_is_compiled_once(tmp_path: Path) -> None:
     assert of(kept) == (CODE, True)
     assert of(kept) == of(KeptCode(kept.folder)) == (CODE, False)
     assert of(kept, "b" * 32, b"other") == (b"other", True)
-    assert not [*kept.folder.glob("*.part")]
+    assert not [*kept.folder.glob(".*")]
 
 
 @pytest.mark.parametrize("spoil", [
@@ -79,11 +79,11 @@ def test_what_others_may_have_written_is_not_read(
 
 def test_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     """Those that are a day old: others may still be written."""
-    for name, age in (("old.part", kept_code.LOST_SECONDS + 60), ("new.part", 60)):
+    for name, age in ((".old.tmp", kept_code.LOST_SECONDS + 60), (".new.tmp", 60)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     of(KeptCode(tmp_path))
-    assert sorted(one.name for one in tmp_path.glob("*.part")) == ["new.part"]
+    assert sorted(one.name for one in tmp_path.glob(".*.tmp")) == [".new.tmp"]
 
 
 def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:

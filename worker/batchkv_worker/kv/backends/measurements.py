@@ -13,13 +13,14 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from batchkv_worker.kept_files import remove_oldest, write_whole
 
 log = logging.getLogger("batchkv.engine")
 
@@ -190,9 +191,10 @@ class Measurements:
         try:
             is_new = not self.file.exists()
             results = {**self._read(), **self._kept}
-            _write(self.file, _file_text(self.facts, results))
+            write_whole(self.file, _file_text(self.facts, results).encode())
             if is_new:
-                _remove_oldest(self.file.parent)
+                # Their models, schemes or versions are hardly used any more.
+                remove_oldest(self.file.parent.glob("*.json"), MAX_FILES)
         except OSError as fault:
             self._warn("%s cannot be written: the next start measures again (%s)", self.file, fault)
 
@@ -255,31 +257,6 @@ def _file_text(facts: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         lines = (f"  {json.dumps(key)}: {json.dumps(values[key])}" for key in sorted(values))
         parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _write(file: Path, text: str) -> None:
-    """Write the whole file or nothing."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(name, file)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Remove the oldest files: their models, schemes or versions are hardly used any more."""
-    times: list[tuple[float, Path]] = []
-    for file in folder.glob("*.json"):
-        with suppress(OSError):
-            times.append((file.stat().st_mtime, file))
-    for _, file in sorted(times, reverse=True)[MAX_FILES:]:
-        with suppress(OSError):
-            file.unlink()
 
 
 def _open_lock(folder: Path) -> int | None:

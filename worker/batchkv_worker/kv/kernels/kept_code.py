@@ -11,12 +11,12 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from batchkv_worker.kept_files import PART, dated, remove, remove_oldest, write_whole
 
 log = logging.getLogger("batchkv.engine")
 
@@ -24,7 +24,7 @@ FOLDER = "kernels"
 MAX_FILES = 500  # the oldest are removed
 MAX_BYTES = 2**24  # of a file
 LOST_SECONDS = 86_400.0  # after which a file that a process began is of one that was killed
-_ENDING, _PART = ".cubin", ".part"
+_ENDING = ".cubin"
 _DIGEST_BYTES = 32
 
 
@@ -62,36 +62,13 @@ class KeptCode:
         if self.folder is None or len(code) + _DIGEST_BYTES > MAX_BYTES:
             return
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=self.folder, suffix=_PART)
-            try:
-                with os.fdopen(number, "wb") as stream:
-                    stream.write(_seal(digest, code) + code)
-                Path(name).replace(self.folder / f"{digest}{_ENDING}")
-            except BaseException:
-                with suppress(OSError):
-                    Path(name).unlink()
-                raise
-            self._remove_oldest()
+            write_whole(self.folder / f"{digest}{_ENDING}", _seal(digest, code) + code)
         except OSError as fault:
             log.debug("compiled kernels are not kept: %s", fault)
-
-    def _remove_oldest(self) -> None:
-        assert self.folder is not None
-        files = sorted(_dated(self.folder.glob(f"*{_ENDING}")))
+            return
+        remove_oldest(self.folder.glob(f"*{_ENDING}"), MAX_FILES)
         lost = time.time() - LOST_SECONDS
-        parts = [
-            (when, file) for when, file in _dated(self.folder.glob(f"*{_PART}")) if when < lost
-        ]
-        for _, file in [*files[: max(0, len(files) - MAX_FILES)], *parts]:
-            with suppress(OSError):
-                file.unlink()
-
-
-def _dated(files: Iterable[Path]) -> Iterator[tuple[float, Path]]:
-    for file in files:
-        with suppress(OSError):  # another process removed it
-            yield file.stat().st_mtime, file
+        remove([file for when, file in dated(self.folder.glob(f".*{PART}")) if when < lost])
 
 
 def _is_ours(found: os.stat_result) -> bool:
