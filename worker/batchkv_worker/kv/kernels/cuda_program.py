@@ -63,7 +63,7 @@ def program_of(
         if one.is_view:
             start += f"const {word}* {array} = {array}_whole + {array}_start;\n"
         if names:
-            start += _numbers(array, one)
+            start += _numbers(array, names, is_view=one.is_view)
     for array, dtype in zip(body.outputs, outputs, strict=True):
         parameters.append(f"{_word(dtype)}* {array}")
     head = f'extern "C" __global__ void {name}({", ".join([*parameters, *sizes])}) {{\n'
@@ -82,15 +82,13 @@ def sizes_of(body: Body, array: str, given: Given) -> list[str]:
     return []
 
 
-def _numbers(array: str, given: Given) -> str:
-    axes = range(given.num_axes)
-    if given.is_view:
-        strides = [f"{array}_step{axis}" for axis in axes]
-        return f"const int64_t {array}_strides[] = {{{', '.join(strides)}}};\n"
-    sizes = [f"{array}_size{axis}" for axis in axes]
-    strides = [" * ".join(["int64_t(1)", *sizes[axis + 1 :]]) for axis in axes]
+def _numbers(array: str, names: Sequence[str], *, is_view: bool) -> str:
+    """Strides, and but for a view the shape, from the numbers of those names."""
+    if is_view:
+        return f"const int64_t {array}_strides[] = {{{', '.join(names[1:])}}};\n"
+    strides = [" * ".join(["int64_t(1)", *names[axis:]]) for axis in range(1, len(names) + 1)]
     return (
-        f"const int {array}_shape[] = {{{', '.join(sizes)}}};\n"
+        f"const int {array}_shape[] = {{{', '.join(names)}}};\n"
         f"const int64_t {array}_strides[] = {{{', '.join(strides)}}};\n"
     )
 

@@ -1,4 +1,4 @@
-"""NVIDIA's runtime compiler, as a library that MLX has loaded: CUDA's language to machine code.
+"""NVIDIA's runtime compiler, as a library that MLX loads: CUDA's language to machine code.
 
 MLX compiles kernels with it, too, but each of them again in every process, with headers that alone
 take more than a second. Nothing is installed for this: where the library or the headers of number

@@ -58,7 +58,7 @@ class _Heads:
 
     ``group``: the fused layers that computed them, queries first and then keys, if there are any.
     Then both are parts of one array, and so the kernel reads them. ``gives_values``: the values
-    that come with the keys are its last part.
+    that come with the keys are its last part; ``may_give_values``: so they may be.
     """
 
     def __init__(
@@ -117,12 +117,10 @@ class _Heads:
         if whole is None or self._group is None or whole.dtype != queries.dtype:
             return queries, keys
         rows, _, _, size = queries.shape
-        ends = tuple(accumulate(one.shape[2] * size for one in (queries, keys)))
-        if whole.shape[:-1] != (rows, 1) or ends[0] != self._group.ends[0] or (
-            ends[1] not in (*self._group.ends[1:2], whole.shape[-1])
-        ):  # fmt: skip
-            return queries, keys
         step = whole.shape[-1]
+        ends = tuple(accumulate(one.shape[2] * size for one in (queries, keys)))
+        if whole.shape != (rows, 1, step) or ends != (*self._group.ends, step)[:2]:
+            return queries, keys
         strides = step, step, size, 1
         return View(queries, whole, 0, strides), View(keys, whole, ends[0], strides)
 
