@@ -42,7 +42,7 @@ parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, ro
 	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity tests/worker/kv/kernels \
 	    tests/worker/kv/attention $(ARGS)
 
-kernels: $(DEV_STAMP) ## Compile the kernels for GPUs where nvcc and clang are installed (ARGS=metal)
+kernels: $(DEV_STAMP) ## Compile the kernels for GPUs where nvcc, NVRTC and clang are installed (ARGS=metal)
 	$(PYTHON) tests/worker/kv/kernels/compile_gpu.py $(ARGS)
 
 fuzz: $(DEV_STAMP) ## Feed random bytes to the readers of lines, jobs, results, blocks, answers (FUZZ_SECONDS=60 each)
