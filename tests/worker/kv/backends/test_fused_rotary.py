@@ -18,12 +18,13 @@ from mlx_lm.tuner.lora import LoRALinear
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import fused_rotary, joint_product, rotary_layers
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
+from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.kv.kernels.body import PACK, Body
 from batchkv_worker.kv.kernels.launch import Constant, Input, Launch, Run, View
 from batchkv_worker.kv.kernels.plain import plain_rotary
-from batchkv_worker.kv.kernels.rotary import ROTARY
+from batchkv_worker.kv.kernels.rotary import ROTARY, RotaryKernel
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from worker.kv.crowd import Crowd, model_of, random_prompt
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
@@ -115,6 +116,25 @@ def test_parts_of_one_product_are_read_where_they_are(
     assert all(group._whole is None for group in groups.values())
     plain: Any = Crowd(model, path="folded", backend=GenericBackend())
     assert found == plain.answers(prompts)
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_part"), [((64, 96), True), ((128, 160), False), ((64, 112), False)]
+)
+def test_other_outputs_than_queries_and_keys_are_no_views(
+    ends: tuple[int, int], is_part: bool, launch: CppLaunch
+) -> None:
+    """A product whose first layer also gives a gate, or whose second gives more than keys."""
+    whole = mx.random.normal((2, 1, 192))
+    group = FusedGroup(joint_product.Product(lambda _: whole, ends), 3, ROWS)
+    group.keeps_whole = True
+    x = mx.zeros((2, 1, 8))
+    assert all(group.take(place, x) is not None for place in range(3))
+    norms = nn.RMSNorm(16), nn.RMSNorm(16)
+    heads = fused_rotary._Heads(norms, nn.RoPE(16), RotaryKernel(launch), group)
+    given = whole[..., :64].reshape(2, 1, 4, 16), whole[..., 64:96].reshape(2, 1, 2, 16)
+    found = heads._read(*given)
+    assert [isinstance(one, View) for one in found] == [is_part, is_part]
 
 
 class RecordBackend(Backend):
