@@ -161,8 +161,11 @@ def test_run_killed_in_the_middle_goes_on(home: Home) -> None:
 
 def test_worker_killed_in_the_middle_is_replaced(home: Home) -> None:
     """kill -9 of the worker: its jobs go back at once, another takes them, every result once."""
-    out = home.path / "out.jsonl"
-    run = home.start("run", QUICKSTART, "-m", "demo", "-o", out)
+    source, out = home.path / "in.jsonl", home.path / "out.jsonl"
+    rows = lines(QUICKSTART) * 8  # one look at the status takes as long as some of them
+    named = [row | {"custom_id": f"row-{number}"} for number, row in enumerate(rows)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in named))
+    run = home.start("run", source, "-m", "demo", "-o", out)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while '"running": 0' in (text := home.cli("status", "--json").stdout) or "running" not in text:
         assert time.monotonic() < deadline and run.poll() is None
@@ -172,7 +175,7 @@ def test_worker_killed_in_the_middle_is_replaced(home: Home) -> None:
     text, _ = run.communicate(timeout=TIMEOUT_SECONDS)
     assert run.returncode == 0, text
     ids = [line["id"] for line in lines(out)]
-    assert len(ids) == len(set(ids)) == 40
+    assert len(ids) == len(set(ids)) == len(rows)
 
 
 def test_documented_rq_worker_serves_a_submitted_batch(home: Home) -> None:
