@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -573,33 +573,41 @@ def test_a_model_that_disagrees_with_itself_is_refused() -> None:
             engine(model, "affine8", backend=choose_backend())  # measured here
 
 
-def test_rows_that_decode_wait_for_one_chunk_at_most() -> None:
-    """Between two decode steps one chunk of a prompt is computed, however many prompts wait.
+@pytest.mark.parametrize("is_live", [False, True])
+def test_rows_that_decode_wait_for_few_chunks(is_live: bool) -> None:
+    """Between two decode steps one chunk of a long prompt is computed, however many prompts wait.
 
-    A row that has only just come in does not decode yet.
+    Where it is the prompt's last one, and more slots are free, the next prompt's first follows;
+    but not if somebody waits for a row. A row that has only just come in does not decode yet.
     """
-    running = engine(tiny_models.build("llama"), slots=4)
-    seen: list[str] = []
+    running = engine(tiny_models.build("llama"), slots=4, lane_chunk=256)
+    seen: list[tuple[int, bool]] = []  # since the last decode step: (chunks, whether one was last)
+    begun: list[bool] = []
     advance, build = running._prefill._compute_chunk, running._build_step
 
     def chunk(group: Any) -> None:
-        decoding = [row for row in running._rows.values() if row.num_dispatched]
-        seen.append("chunk" if decoding else "chunk for nobody who decodes")
+        if any(row.num_dispatched for row in running._rows.values()):
+            begun.append(False)
         advance(group)
+        begun[-1:] = [group.is_computed] if begun else []
 
     def decode() -> Any:
-        seen.append("decode")
+        seen.append((len(begun), any(begun)))
+        begun.clear()
         return build()
 
     running._prefill._compute_chunk = chunk  # type: ignore[method-assign]
     running._build_step = decode  # type: ignore[method-assign]
     running.submit_row(Sequence("first", [1, 2], Generation(60, temperature=0.0)))
+    if is_live:
+        running._live._until = math.inf
     for index in range(6):
         row = Sequence(str(index), [index] * (256 * 5), Generation(20, temperature=0.0))
         running.submit_row(row)
     drain(running)
-    assert seen.count("chunk") > 10
-    assert ("chunk", "chunk") not in set(pairwise(seen))
+    assert sum(count for count, _ in seen) > 10
+    assert all(count <= 1 for count, ends in seen if is_live or not ends)
+    assert max(count for count, _ in seen) == (1 if is_live else 2)
 
 
 def test_rows_that_come_in_together_start_together() -> None:

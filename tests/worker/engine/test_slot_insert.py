@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.engine.schedule.policy import MOST_OVERTAKEN, free_slots, longest_first
+from batchkv_worker.engine.schedule.policy import (
+    MOST_OVERTAKEN,
+    free_slots,
+    in_turn,
+    most_alike,
+    next_row,
+    steps_left,
+)
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.events import Completed
 from batchkv_worker.kv.slots.changes import Arrival, Arrivals, Demand
@@ -119,9 +126,11 @@ def test_rows_of_one_length_in_neighbouring_slots_are_one_copy() -> None:
 
 def test_short_answers_wait_for_more_slots() -> None:
     """The number at which waiting and chunks cost least together, within limits."""
-    assert free_slots(32, 0.0, 10) == 2 and free_slots(8, 0.0, 10) == 1
-    assert free_slots(32, 2.0, 500) == 2 and free_slots(32, 2.0, 64) == 6
-    assert free_slots(32, 2.0, 1) == 8 and free_slots(1, 2.0, 1) == 1
+    assert free_slots(32, 0.0, 10, 32) == 2 and free_slots(8, 0.0, 10, 32) == 1
+    assert free_slots(32, 2.0, 500, 32) == 2 and free_slots(32, 2.0, 64, 32) == 6
+    assert free_slots(32, 2.0, 1, 32) == 8 and free_slots(1, 2.0, 1, 32) == 1
+    # A chunk that is full with fewer rows waits for no more slots.
+    assert free_slots(32, 2.0, 64, 4) == 4 and free_slots(32, 2.0, 64, 0) == 1
 
     def cost(count: int, steps: float, answer: float) -> float:
         """Decode steps a row, by counting: half of ``count`` slots wait, and a chunk costs."""
@@ -129,7 +138,7 @@ def test_short_answers_wait_for_more_slots() -> None:
 
     for steps, answer in ((2.0, 64), (2.0, 128), (0.5, 64)):
         least = min(cost(count, steps, answer) for count in range(1, 33))
-        assert cost(free_slots(32, steps, answer), steps, answer) < 1.03 * least
+        assert cost(free_slots(32, steps, answer, 32), steps, answer) < 1.03 * least
 
 
 def test_answers_that_ended_say_how_many_slots_are_waited_for() -> None:
@@ -155,9 +164,61 @@ def test_answers_that_ended_say_how_many_slots_are_waited_for() -> None:
 def test_a_row_that_was_begun_goes_before_longer_ones() -> None:
     """A row that was preempted is not overtaken by rows that may generate more."""
     begun, long = row("begun", 5, 1), row("long", 5, 500)
-    assert longest_first([begun, long], 4) == [long, begun]
+    assert in_turn([begun, long], 100) == [long, begun] and begun.num_overtaken == 1
     begun.num_preempted = 1
-    assert longest_first([begun, long], 4) == [begun, long]
+    assert in_turn([begun, long], 100) == [begun, long] and begun.num_overtaken == 1
+
+
+def test_the_oldest_row_is_next_while_much_is_left() -> None:
+    """A long answer overtakes it only when that would end last, waiting rows and others counted."""
+    rows = [row("old", 5, 10), row("long", 5, 100), row("new", 5, 10)]
+    assert steps_left(rows, 280, 4) == 100
+    assert next_row(rows, 100) is rows[1] and next_row(rows, 124) is rows[1]
+    assert next_row(rows, 126) is rows[0]
+    assert in_turn(rows, 126) == rows and rows[0].num_overtaken == 0
+    rows[0].num_overtaken = MOST_OVERTAKEN
+    assert next_row(rows, 100) is rows[0]
+
+
+def test_prompts_of_like_length_are_computed_together() -> None:
+    """The first is in the chunk in any case; an urgent row comes earlier than its length says."""
+    first, near, far = row("first", 100), row("near", 130), row("far", 200)
+    for max_tokens, place in ((10, 2), (89, 2), (92, 1)):  # 12 too many: 24 pads are accepted
+        late = row("late", 150, max_tokens)
+        found = most_alike([first, far, late, near], 100)
+        assert found.index(late) == place
+        assert [one for one in found if one is not late] == [first, near, far]
+
+
+def test_a_scheduler_knows_what_is_left() -> None:
+    """Rows in slots count: with them much is left, and the oldest is next; without, the longest."""
+    for coming, expected in ((2000, "old"), (10, "long")):
+        layouts = SlotLayouts(8)
+        plan = Scheduler(layouts, Budget(512, 10**9, Costs(1), chunk_steps=2.0))
+        for slot in range(4):
+            layouts.admit(Demand(10, coming), slot)
+        layouts.after_step()
+        assert layouts.main.num_remaining == 4 * coming - 4
+        for one in (row("old", 400, 10), row("long", 500, 300), row("other", 90, 10)):
+            plan.add(one)
+        group = plan.next_group()
+        assert group is not None and [one.job_id for one in group.rows] == [expected]
+
+
+def test_a_chunk_that_is_full_waits_for_no_more_slots() -> None:
+    """Prompts of 300 tokens fill a chunk of 512 alone: one free slot is enough, and 8 for short."""
+    for length, num_free in ((300, 1), (20, 7)):
+        layouts = SlotLayouts(32)
+        plan = Scheduler(layouts, Budget(512, 10**9, Costs(1), chunk_steps=2.0))
+        for slot in range(32 - num_free):
+            layouts.admit(Demand(10, 1000), slot)
+        for _ in range(16):
+            plan.note_completed(32)
+        for index in range(40):
+            plan.add(row(str(index), length, 40))
+        assert (plan.next_group() is None) == (length == 20)
+    layouts.release(0)
+    assert plan.next_group() is not None
 
 
 def test_what_stood_in_a_slot_before_does_no_harm() -> None:

@@ -61,7 +61,7 @@ __all__ = ["Engine", "EngineConfig"]
 
 log = logging.getLogger("batchkv.engine")
 
-CHUNKS_PER_STEP = 8  # prompt chunks in a step in which no row decodes; else one
+CHUNKS_PER_STEP = 8  # prompt chunks at most in a step in which no row decodes
 STILL_SECONDS = 0.02  # of one wait for the store when the engine has nothing else to do
 
 
@@ -350,12 +350,12 @@ class Engine:
         return self._grammars.is_ready(row) and self.client.is_ready(row)
 
     def _run_prefill(self) -> None:
-        """Compute prompt chunks: one if rows decode, else up to CHUNKS_PER_STEP.
+        """Compute prompt chunks for free slots: rows that start together end together.
 
-        Rows that start together end together, and need no mask until then.
+        While rows decode, these are few, and only one of a prompt that is longer than a chunk.
         """
         is_decoding = bool(self._rows)  # those that come in below have not begun to
-        for _ in range(CHUNKS_PER_STEP):
+        for _ in range(self._live.chunks_beside if is_decoding else CHUNKS_PER_STEP):
             self._is_in_prefill = True
             group = self._prefill.advance()
             self._is_in_prefill = False
@@ -363,7 +363,7 @@ class Engine:
                 return
             if group.is_computed:
                 self._decode_rows.insert(group, self._in_flight)
-            if is_decoding:
+            elif is_decoding:
                 return
             self.client.send(is_idle=False)
 

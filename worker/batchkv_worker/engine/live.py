@@ -20,6 +20,7 @@ from batchkv_worker.events import Work
 from batchkv_worker.sequence import Sequence
 
 IN_USE_SECONDS = 60.0
+CHUNKS_BESIDE = 2  # one while live rows come, which wait for it
 
 
 class LiveRows:
@@ -36,6 +37,11 @@ class LiveRows:
         self._chunk_tokens = chunk_tokens
         self._clock = clock
         self._until = 0.0  # the lane is in use; 0: it is not
+
+    @property
+    def chunks_beside(self) -> int:
+        """How many prompt chunks a step has in which rows decode, at most."""
+        return 1 if self._until else CHUNKS_BESIDE
 
     def attach(self, row: Sequence, work: Work, tokenizer: Any) -> None:
         """If somebody waits for the row, let its text be sent as it is made."""

@@ -156,7 +156,7 @@ def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
         if rng.random() < 0.7:
             for _ in range(FEWEST_OUTPUTS):
                 play.scheduler.output_lengths.add(rng.choice([1, 20]))
-        rows = rng.randrange(1, 30)
+        rows = rng.randrange(1, 60)
         for number in range(rows):
             play.add(number)
             if rng.random() < 0.3:

@@ -1,42 +1,80 @@
-"""The scheduling policy: which waiting rows are considered, and how many slots they wait for."""
+"""The scheduling policy: which waiting row is next, with which others, and when.
+
+It was chosen by simulation (``tests/benchmarks/plan/bench_schedule.py``): the time that a batch takes is
+that of its decode steps, each as long however many slots are free, and of its chunks of prompts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from math import sqrt
 
 from batchkv_worker.sequence import Sequence
 
 LEAST_FREE = 16  # one slot of so many is free at least before others come in
-FEWEST_ALIKE = 64  # rows at least among which rows of similar length are chosen
 MOST_OVERTAKEN = 32  # groups that may be formed before the group of the oldest row
+URGENT = 0.8  # of the steps left: rows wait for chunks, too, so a row with so many may end last
+EARLIER = 2  # pads, in tokens, that are accepted for each token by which a row is urgent
 
 
-def longest_first(waiting: list[Sequence], num_slots: int) -> list[Sequence]:
-    """The waiting rows that may generate most, up to twice as many as there are slots.
+def steps_left(waiting: Iterable[Sequence], num_decoding: int, num_slots: int) -> float:
+    """How many steps the waiting rows, and those that decode, need while no slot is free.
 
-    ``waiting`` is in order of age, the oldest first. A long row that starts last would decode alone
-    in the end. Rows with the same ``max_tokens`` keep their order. The oldest row comes first if it
-    was begun before, or was overtaken MOST_OVERTAKEN times.
+    ``num_decoding``: the tokens that rows in slots may still generate.
+    """
+    return (num_decoding + sum(row.num_remaining for row in waiting)) / num_slots
+
+
+def next_row(waiting: Rows[Sequence], left: float) -> Sequence:
+    """The row that is computed next: the oldest, or the longest if it would end last.
+
+    ``waiting`` is in order of age, the oldest first; ``left`` are the ``steps_left``. A long row
+    that starts last would decode alone in the end. So a row is urgent if it may generate nearly as
+    many tokens as there are steps left. The oldest row is next in any case if it was begun before,
+    or was overtaken MOST_OVERTAKEN times.
     """
     oldest = waiting[0]
-    if oldest.is_begun:
-        return waiting
-    found = sorted(waiting, key=lambda row: -row.num_remaining)
-    if oldest is not found[0]:
-        oldest.pass_over()
-        if oldest.num_overtaken > MOST_OVERTAKEN:
-            found.remove(oldest)
-            found.insert(0, oldest)
-    return found[: max(2 * num_slots, FEWEST_ALIKE)]
+    longest = max(waiting, key=lambda row: row.num_remaining)
+    may_be_overtaken = not oldest.is_begun and oldest.num_overtaken < MOST_OVERTAKEN
+    return longest if may_be_overtaken and urgency(longest, left) >= 0 else oldest
 
 
-def free_slots(num_slots: int, chunk_steps: float, answer_tokens: float) -> int:
+def in_turn(waiting: Rows[Sequence], left: float) -> list[Sequence]:
+    """The row that is next, then the others by age; counts that the oldest was overtaken."""
+    first = next_row(waiting, left)
+    if first is not waiting[0]:
+        waiting[0].pass_over()
+    return [first, *(row for row in waiting if row is not first)]
+
+
+def urgency(row: Sequence, left: float) -> float:
+    """By how many tokens a row is urgent; negative for one that is not."""
+    return row.num_remaining - URGENT * left
+
+
+def most_alike(rows: Rows[Sequence], left: float) -> list[Sequence]:
+    """The rows in the order in which they join the chunk of the first one.
+
+    Prompts of similar length come first: all are padded to the longest. Urgent rows come earlier.
+    """
+    first, *others = rows
+
+    def pads(row: Sequence) -> float:
+        return abs(row.num_prefill - first.num_prefill) - EARLIER * max(0.0, urgency(row, left))
+
+    return [first, *sorted(others, key=pads)]
+
+
+def free_slots(num_slots: int, chunk_steps: float, answer_tokens: float, rows_in_chunk: int) -> int:
     """How many slots should be free before a chunk of prompts is computed for them.
 
     Rows end at a rate of ``num_slots / answer_tokens`` a step. While ``n`` slots are waited for,
     half of them are free on average, and a chunk costs ``chunk_steps`` besides its tokens. The sum
     of both losses is least at ``num_slots * sqrt(2 * chunk_steps / answer_tokens)``. It is flat
-    there, so somewhat fewer are waited for, and never more than a quarter of the slots.
+    there, so somewhat fewer are waited for, and never more than a quarter of the slots. A chunk
+    that is full with ``rows_in_chunk`` prompts gains nothing from more free slots.
     """
     best = num_slots * sqrt(chunk_steps / max(1.0, answer_tokens))
-    return max(1, num_slots // LEAST_FREE, min(round(best), num_slots // 4))
+    enough = max(1, num_slots // LEAST_FREE, min(round(best), num_slots // 4))
+    return min(enough, max(1, rows_in_chunk))

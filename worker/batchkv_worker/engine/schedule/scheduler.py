@@ -11,7 +11,13 @@ from batchkv_cache_store.uses import Uses
 from batchkv_worker.engine.schedule.admission import Budget, OutputLengths
 from batchkv_worker.engine.schedule.common_tokens import Leaders, start_together
 from batchkv_worker.engine.schedule.memory import Memory
-from batchkv_worker.engine.schedule.policy import free_slots, longest_first
+from batchkv_worker.engine.schedule.policy import (
+    free_slots,
+    in_turn,
+    most_alike,
+    next_row,
+    steps_left,
+)
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.engine.schedule.prefix_split import (
     PrefixCosts,
@@ -241,10 +247,19 @@ class Scheduler:
         if self._waiting[0].is_live and free:
             return True
         free -= self._num_kept()
-        mean = self.output_lengths.mean
-        answer = self._waiting[0].num_remaining if mean is None else mean
-        enough = free_slots(self.layouts.num_slots, self.budget.chunk_steps, answer)
-        return free >= min(enough, waiting) or not self.layouts.num_active
+        if not self.layouts.num_active or 0 < waiting <= free:
+            return True
+        if free < 1:
+            return False
+        window = list(islice(self._waiting, LOOKAHEAD))
+        row = next_row(window, self._steps_left(window))
+        rows_in_chunk = self.chunk_tokens // max(1, row.num_prefill - self._num_cached(row))
+        answer = self.output_lengths.mean or self._waiting[0].num_remaining
+        steps = self.budget.chunk_steps
+        return free >= free_slots(self.layouts.num_slots, steps, answer, rows_in_chunk)
+
+    def _steps_left(self, waiting: list[Sequence]) -> float:
+        return steps_left(waiting, self.layouts.main.num_remaining, self.layouts.num_slots)
 
     def _form_group(self) -> PrefillGroup | None:
         """The row that is next, and the rows of similar length that fit one chunk with it.
@@ -293,7 +308,8 @@ class Scheduler:
         if not window:
             return [], ()
         live = [row for row in window if row.is_live]
-        window = live or longest_first(window, self.layouts.num_slots)
+        left = self._steps_left(window)
+        window = live or in_turn(window, left)
         for row in window:
             row.num_cached = self._num_cached(row)
         if parked := window[0].parked:  # computed already: it only needs a slot
@@ -314,7 +330,7 @@ class Scheduler:
             window = [row for row in window if row.num_prefill > num_shared_blocks * BLOCK_TOKENS]
         if not self._ragged:
             window = [row for row in window if row.num_prefill == goal]
-        return sorted(window, key=lambda row: abs(row.num_prefill - goal)), points
+        return most_alike(window, left), points
 
     def split_points(
         self, row: Sequence, num_cached: int, computed_after: PrefixPart | None = None

@@ -86,6 +86,11 @@ class SlotLayout:
         """The column at which the last of the rows must have ended."""
         return max(self._ends.values(), default=self.write)
 
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that the rows in slots may still generate."""
+        return sum(self._ends.values()) - self.write * len(self._ends)
+
     def cells_needed(self, extra: list[Demand], ahead: int | None = None) -> int:
         """Rows times columns that the buffers would grow to with ``extra`` rows admitted.
 
