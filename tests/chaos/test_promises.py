@@ -95,7 +95,7 @@ def test_a_dead_workers_jobs_are_at_the_head_again(
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 10)
         victim.end()
         moves = Transitions(redis_connection)
-        wait_until(lambda: moves.reap(QUEUE) == (10, 0), 10)
+        wait_until(lambda: moves.reap(QUEUE) == (10, 0))
     ids = [f"{batch}-{line}".encode() for line in range(1, 31)]
     assert redis_connection.lrange(redis_keys.queue(QUEUE), 0, -1) == ids
 
@@ -204,7 +204,7 @@ def test_a_lost_answer_is_not_a_death(
             wait_until(lambda: "the engine is ready" in worker.said)
             proxy.cut_replies(3000)  # the first long answer is that of the pull
             batch = submit(redis_connection, ["slow:3 " + "x" * 2000] * 60)
-            wait_until(lambda: num_ended(redis_connection, batch) == 60, 40)
+            wait_until(lambda: num_ended(redis_connection, batch) == 60)
         assert proxy.num_cuts >= 1
     assert_reconciled(redis_connection, batch)
     assert deaths_of(redis_connection, batch) == {}
@@ -242,7 +242,7 @@ def test_after_an_outage_nobody_takes_from_who_is_late(tmp_path: Path) -> None:
                 time.sleep(1.5)  # several of its sweeps, if it made any
                 late.process.send_signal(signal.SIGCONT)
                 connection = server.connect()
-                wait_until(lambda: num_ended(connection, batch) == 16, 30)
+                wait_until(lambda: num_ended(connection, batch) == 16)
                 assert "took back" not in early.said and "dropped" not in late.said
         assert_reconciled(connection, batch)
         assert deaths_of(connection, batch) == {}

@@ -93,8 +93,8 @@ def assert_reconciled(connection: Redis, batch_id: str, *, queue: str = QUEUE) -
     assert connection.zcard(redis_keys.registry("wip", queue)) == 0
 
 
-def wait_until(condition: Callable[[], object], timeout_seconds: float = 15.0) -> None:
-    """Poll until true; AssertionError when it takes too long."""
+def wait_until(condition: Callable[[], object], timeout_seconds: float = 60.0) -> None:
+    """Poll until true; AssertionError when it takes too long, for a slow and busy machine too."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

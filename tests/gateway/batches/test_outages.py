@@ -63,7 +63,7 @@ def held_batch(gateway: Gateway, server: RedisServer, *custom_ids: str) -> str:
     """A batch whose rows have ended, and whose files are about to be written."""
     with working(server.url), gateway.client() as client:
         made = create(client, *custom_ids)
-        wait_until(gateway.held.exists, 30)
+        wait_until(gateway.held.exists)
     return made.id
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from redis import Redis
 from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
@@ -14,6 +15,7 @@ from rq.serializers import JSONSerializer
 from batchkv_producer.agreed import RUN_ROWS
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.transitions import Transitions
+from batchkv_worker.queue import session
 from support.fake_engine import FakePlan
 from support.redis_server import RedisServer, running_server
 from support.worker_harness import (
@@ -53,7 +55,7 @@ def test_a_worker_takes_a_run_and_no_more(redis_connection: Redis) -> None:
         assert counts_of(redis_connection, batch)["running"] == RUN_ROWS
         assert waiting_lines(redis_connection)[0] == RUN_ROWS + 1
         worker.request_stop(15, None)
-        wait_until(lambda: counts_of(redis_connection, batch)["running"] <= 3, 0.8)
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] <= 3)
         assert waiting_lines(redis_connection) == list(range(4, 301))
 
     worker = make_worker(redis_connection, SLOW, slots=2, prefetch=1)
@@ -73,26 +75,44 @@ def test_a_run_is_worked_off_in_order(redis_connection: Redis) -> None:
     assert done == list(range(1, 301))
 
 
-def test_the_backlog_is_canceled_like_all_else(redis_connection: Redis) -> None:
-    """By RQ's command at once, by the client's cancel within the poll; neither ever starts."""
+def test_rqs_command_cancels_the_backlog_at_once(
+    redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that looks at its leases every ten minutes still ends that row, and never starts
+    it."""
+    monkeypatch.setattr(session, "POLL_SECONDS", 600.0)
     batch = submit(redis_connection, ["slow:100000"] + ["quick"] * 3)
 
     def act() -> None:
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 4)
         send_stop_job_command(redis_connection, f"{batch}-3", serializer=JSONSerializer)
-        wait_until(lambda: num_ended(redis_connection, batch) == 1, 0.8)
+        wait_until(lambda: num_ended(redis_connection, batch) == 1)
         row = results_of(redis_connection, batch)[3]
         assert row.error == ("canceled", "stopped before it was started")
+
+    unhurried = {"lease_seconds": 1800, "heartbeat_seconds": 600, "drain_seconds": 0}
+    work(make_worker(redis_connection, SLOW, slots=1, prefetch=0, **unhurried), act)
+    assert ended_as(redis_connection, batch) == {"ok": 0, "canceled": 1, "running": 0}
+
+
+def test_the_backlog_is_canceled_like_all_else(redis_connection: Redis) -> None:
+    """By the client, within the poll: a row that waits never starts, a row that runs makes room."""
+    batch = submit(redis_connection, ["slow:100000"] + ["quick"] * 3)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 4)
         moves = Transitions(redis_connection)
         moves.settle(QUEUE, "canceled", [(f"{batch}-2", b"x"), (f"{batch}-1", b"x")])
-        wait_until(lambda: redis_connection.hexists(redis_keys.results(batch), "4"), 4)
+        wait_until(lambda: redis_connection.hexists(redis_keys.results(batch), "4"))
 
     work(make_worker(redis_connection, SLOW, slots=1, prefetch=0), act)
-    assert {k: counts_of(redis_connection, batch)[k] for k in ("ok", "canceled", "running")} == {
-        "ok": 1,
-        "canceled": 3,
-        "running": 0,
-    }
+    assert ended_as(redis_connection, batch) == {"ok": 2, "canceled": 2, "running": 0}
+
+
+def ended_as(connection: Redis, batch: str) -> dict[str, int]:
+    """How many rows ended well, were canceled, and run."""
+    counts = counts_of(connection, batch)
+    return {name: counts[name] for name in ("ok", "canceled", "running")}
 
 
 def test_time_runs_from_the_start(redis_connection: Redis) -> None:
@@ -127,7 +147,7 @@ def test_an_empty_queue_brings_backlogs_back(redis_connection: Redis) -> None:
     def act() -> None:
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 20)
         with another_worker(redis_connection):
-            wait_until(lambda: redis_connection.llen(QUEUE_KEY) >= 8, 4)
+            wait_until(lambda: redis_connection.llen(QUEUE_KEY) >= 8)
             first, *_ = lines = waiting_lines(redis_connection)
             assert 10 <= first <= 13
             assert lines == list(range(first, 21))
@@ -162,9 +182,9 @@ def test_two_workers_share_the_end(
         return sum(redis_connection.hget(key, "worker_name") == name.encode() for key in keys)
 
     with workers(start("first")):
-        wait_until(lambda: num_held("first") == 24, 60)
+        wait_until(lambda: num_held("first") == 24)
         with workers(start("second")):
-            wait_until(lambda: num_held("second") >= 4 and num_held("first") <= 16, 30)
+            wait_until(lambda: num_held("second") >= 4 and num_held("first") <= 16)
             assert num_held("first") >= 8
 
 

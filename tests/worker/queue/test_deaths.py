@@ -108,7 +108,7 @@ def test_a_closed_lid_makes_no_suspects(redis_connection: Redis, start: Start) -
         sleeper.process.send_signal(signal.SIGSTOP)
         held = {int(i) for i in redis_connection.hkeys(f"batchkv:held:{batch}")}
         with workers(start("other", **quick)) as (other,):
-            wait_until(lambda: num_ended(redis_connection, batch) == 60, 25)
+            wait_until(lambda: num_ended(redis_connection, batch) == 60)
             assert suspects(redis_connection, batch, 60) == set()
             halves = {
                 line

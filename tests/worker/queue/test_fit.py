@@ -91,7 +91,7 @@ def test_a_worker_that_only_passes_rows_by_asks_once_a_second(redis_connection: 
         time.sleep(1.5)
         assert num_commands() - before < 150
         ours.append(submit(redis_connection, ["b"] * 3, name="ours"))
-        wait_until(lambda: num_ended(redis_connection, ours[0]) == 3, 5)
+        wait_until(lambda: num_ended(redis_connection, ours[0]) == 3)
         worker.request_stop(15, None)
 
     worker = make_worker(redis_connection, FakePlan(fingerprint=OURS))

@@ -191,12 +191,12 @@ def test_what_the_engine_rejects_is_a_failed_row(redis_connection: Redis) -> Non
 
 def test_a_row_past_its_timeout_fails_and_frees_its_slot(redis_connection: Redis) -> None:
     """The job's own timeout ends it with the code timeout; the row behind it gets the slot."""
-    batch = submit(redis_connection, ["slow:100000", "quick"], timeout_seconds=1)
+    batch = submit(redis_connection, ["slow:100000", "quick"], timeout_seconds=2)
     plan = FakePlan(step_seconds=0.002)
     work(make_worker(redis_connection, plan, slots=1, prefetch=0))
     assert_reconciled(redis_connection, batch)
     results = results_of(redis_connection, batch)
-    assert results[1].error == ("timeout", "not done in 1 s")
+    assert results[1].error == ("timeout", "not done in 2 s")
     assert results[2].outcome == "ok"
 
 
@@ -261,7 +261,7 @@ def test_a_cancel_without_a_command_is_noticed(redis_connection: Redis) -> None:
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 2)
         row = results_blob()
         Transitions(redis_connection).settle(QUEUE, "canceled", [(f"{batch}-1", row)])
-        wait_until(lambda: num_ended(redis_connection, batch) == 2, 4)
+        wait_until(lambda: num_ended(redis_connection, batch) == 2)
 
     worker = make_worker(redis_connection, FakePlan(step_seconds=0.002), slots=1, prefetch=0)
     work(worker, act)
@@ -310,7 +310,7 @@ def test_a_suspended_worker_takes_nothing(redis_connection: Redis) -> None:
         time.sleep(0.3)
         assert redis_connection.llen(redis_keys.queue(QUEUE)) == 1
         resume(redis_connection)
-        wait_until(lambda: num_ended(redis_connection, batch) == 1, 4)
+        wait_until(lambda: num_ended(redis_connection, batch) == 1)
 
     work(worker, act)
 
@@ -355,7 +355,7 @@ def test_a_lost_record_is_written_again(redis_connection: Redis) -> None:
     def act() -> None:
         wait_until(lambda: redis_connection.hget(worker.key, "state") == b"idle")
         redis_connection.delete(worker.key, "rq:workers", f"rq:workers:{QUEUE}")
-        wait_until(lambda: redis_connection.hget(worker.key, "state") == b"idle", 5)
+        wait_until(lambda: redis_connection.hget(worker.key, "state") == b"idle")
         assert redis_connection.sismember("rq:workers", worker.key)
         assert redis_connection.ttl(worker.key) > 0
 

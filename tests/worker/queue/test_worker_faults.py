@@ -75,7 +75,7 @@ def test_a_sleeper_drops_what_was_taken_over(redis_connection: Redis, start: Sta
         wait_until(is_running(redis_connection, batch, 40))
         sleeper.process.send_signal(signal.SIGSTOP)
         with workers(start(plan=plan, log="other")) as (other,):
-            wait_until(lambda: num_ended(redis_connection, batch) == 100, 25)
+            wait_until(lambda: num_ended(redis_connection, batch) == 100)
             sleeper.process.send_signal(signal.SIGCONT)
             wait_until(lambda: "dropped" in sleeper.said)
             other.process.send_signal(signal.SIGTERM)
@@ -200,7 +200,7 @@ def test_a_hang_that_keeps_the_interpreter_is_told(redis_connection: Redis, star
         wait_until(lambda: "Timeout" in worker.said and "in step" in worker.said)
         with workers(start(log="other", settings=settings)) as (other,):
             halves = f"rq:job:{batch}-1"
-            wait_until(lambda: redis_connection.hget(halves, "bkv_halves") == b"1", 30)
+            wait_until(lambda: redis_connection.hget(halves, "bkv_halves") == b"1")
             other.process.kill()
         worker.process.kill()
 
