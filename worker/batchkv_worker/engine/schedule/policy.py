@@ -1,7 +1,7 @@
 """The scheduling policy: which waiting row is next, with which others, and when.
 
-It was chosen by simulation (``tests/benchmarks/plan/bench_schedule.py``): the time that a batch takes is
-that of its decode steps, each as long however many slots are free, and of its chunks of prompts.
+It was chosen by simulation (``tests/benchmarks/plan/bench_schedule.py``): a batch takes the time of
+its decode steps, each as long however many slots are free, and of its chunks of prompts.
 """
 
 from __future__ import annotations
