@@ -6,8 +6,9 @@
 VENV ?= .venv
 SET ?= dev
 ARGS ?=
-# The number of processes that share the test files. 0 runs all in one process and shows output.
-TESTERS ?= 2
+# The number of processes that share the test files. Tests also wait, so three keep two cores busy.
+# 0 runs all in one process and shows output.
+TESTERS ?= 3
 PYTHON = $(VENV)/bin/python
 # One stamp for each set: a venv of a smaller set does not pass for the developer's.
 STAMP = $(VENV)/.batchkv-$(SET)
@@ -39,8 +40,8 @@ page: $(DEV_STAMP) ## The gateway's page in Chromium, with pictures in build/pag
 	BATCHKV_PAGE=all $(PYTHON) -m pytest -s -n 0 tests/page tests/gateway/page $(ARGS)
 
 parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
-	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity tests/worker/kv/kernels \
-	    tests/worker/kv/attention $(ARGS)
+	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity tests/worker/kv \
+	    tests/worker/engine/schedule tests/worker/report $(ARGS)
 
 kernels: $(DEV_STAMP) ## Compile the kernels for GPUs where nvcc, NVRTC and clang are installed (ARGS=metal)
 	$(PYTHON) tests/worker/kv/kernels/compile_gpu.py $(ARGS)
@@ -68,6 +69,7 @@ lint: $(DEV_STAMP) ## ruff, mypy, the tree's own rules, and the built wheel with
 	$(PYTHON) tools/check_wheel.py
 
 bench: $(DEV_STAMP) ## Run every benchmark, one after the other, into bench-results/ (ARGS=--quick)
+	BATCHKV_BENCH=all $(PYTHON) -m pytest -q -n 0 tests/test_bench_product.py
 	$(PYTHON) tools/bench.py $(ARGS)
 
 wheel-check: $(DEV_STAMP) ## Install the built wheel alone, without MLX, and use it

@@ -1,14 +1,20 @@
-"""The product's benchmark, in its smallest form."""
+"""Benchmarks of the product in their smallest form; the suite runs one of them."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 BENCH = BENCHMARKS / "bench_product.py"
+is_long = pytest.mark.skipif(
+    os.environ.get("BATCHKV_BENCH") != "all", reason="`make bench` runs it"
+)
 
 
 def test_the_benchmark_of_the_product_measures_every_kind_of_side(tmp_path: Path) -> None:
@@ -29,6 +35,7 @@ def test_the_benchmark_of_the_product_measures_every_kind_of_side(tmp_path: Path
     assert "1.00x" in done.stdout
 
 
+@is_long
 def test_the_benchmark_of_two_workers_compares_three_pools(tmp_path: Path) -> None:
     """Every row of the counted turn comes from one worker, from two, and from two with a tier."""
     out = tmp_path / "out.json"
@@ -45,6 +52,7 @@ def test_the_benchmark_of_two_workers_compares_three_pools(tmp_path: Path) -> No
     assert "one / two" in done.stdout and "tier / two" in done.stdout
 
 
+@is_long
 def test_the_benchmark_of_schemes_times_each_side_in_one_process(tmp_path: Path) -> None:
     """Engines of two schemes and bare passes, of the same rows; the first turn is not counted."""
     out = tmp_path / "out.json"

@@ -6,9 +6,8 @@ variable ``BATCHKV_PARITY=all`` (``make parity``) runs every cell and the longer
 
 from __future__ import annotations
 
-import os
-
 from batchkv_worker.kv.attention.paths import Path
+from parity.few import RUNS_ALL
 from support.tiny_models import ALL_FAMILIES
 
 SCHEMES = (
@@ -34,7 +33,6 @@ WITHOUT_KEYS = ("mamba2", "rwkv7")  # no layer keeps keys and values: schemes ch
 ATTENDS_ITSELF = (*WITHOUT_KEYS, "gemma2", "gemma2_mha")  # no cache is asked to attend
 WINDOWED = ("gemma3_text", "gpt_oss", "cohere2", "olmo3", "gemma3n", "gemma4_text")
 
-RUNS_ALL = os.environ.get("BATCHKV_PARITY", "") == "all"
 
 # A row may take the second best token instead of the best where the two logits are this close, in
 # standard deviations of the logits. Float rows differ by rounding alone. Of packed rows rounding

@@ -9,6 +9,7 @@ import pytest
 from batchkv_worker.engine import decode_rows
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.slots.changes import Move
+from parity.few import few
 from worker.kv.crowd import Crowd, random_prompt
 from worker.kv.record_backends import WithRecords
 from worker.kv.reference import x86
@@ -58,15 +59,17 @@ BACKENDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+MODELS = (
+    ("llama", "float"),
+    ("qwen3_next", "affine8"),  # states
+    ("gpt_oss", "turbo4"),  # windows and sinks
+    ("llama", "affine8"),
+)
+
+
 @pytest.mark.parametrize(
-    ("family", "scheme"),
-    [
-        ("llama", "float"),
-        ("llama", "affine8"),
-        ("gpt_oss", "turbo4"),  # windows and sinks
-        ("qwen3_next", "affine8"),  # states
-    ],
+    ("backend", "family", "scheme"),
+    few([(backend, *model) for model in MODELS for backend in BACKENDS], 6),
 )
 def test_rows_that_move_together_keep_their_tokens(
     family: str, scheme: str, backend: str, monkeypatch: pytest.MonkeyPatch

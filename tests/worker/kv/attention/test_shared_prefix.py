@@ -625,10 +625,7 @@ SHARING = (
     *("qwen3_next", "qwen3_5", "falcon_h1", "lfm2", "granitemoehybrid", "nemotron_h", "gear"),
 )
 # One of each way of keeping a cache; `make parity` takes all.
-FEW = (
-    *("llama", "gemma3_text", "gemma3n", "gpt_oss", "llama4_text"),
-    *("qwen3_next", "falcon_h1", "lfm2", "nemotron_h", "gear"),
-)
+FEW = ("llama", "gemma3n", "gpt_oss", "qwen3_next", "nemotron_h", "gear")
 # They compute attention over what caches hand out, hand it to layers without a cache, or keep no
 # tokens at all. llama4 is not served.
 APART = {
