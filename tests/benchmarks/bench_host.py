@@ -97,7 +97,7 @@ class HostBackend(CudaBackend):
             (f"{layer}.q_norm", f"{layer}.k_norm", f"{layer}.rope")
             for layer in (f"model.layers.{number}.self_attn" for number in range(LAYERS))
         )
-        return FuseLinears(projections, rows), FuseRotary(heads, _launch_rotary)
+        return FuseLinears(projections, rows), FuseRotary(heads, _launch_rotary, takes_chunks=True)
 
     def pacing(self) -> Pacing:
         return UNPACED

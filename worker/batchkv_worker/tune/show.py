@@ -44,10 +44,11 @@ def _rest(tuning: Tuning) -> str:
     speeds = ", ".join(f"{size}: {speed:,.0f}" for size, speed in sorted(tuning.chunks.items()))
     of_chunks = f"tokens a second: {speeds}" if speeds else "not measured on this device"
     shares = "share" if tuning.shares_prefixes else "do not share"
+    in_chunks = ", in chunks of prompts too" if tuning.rotary_in_chunks else ""
     lines = [
         f"chunks of prompts have {tuning.chunk_tokens} tokens ({of_chunks})",
         f"{tuning.num_fused} groups of linear layers are multiplied at once",
-        f"{tuning.num_rotary} layers have norms and positions by one kernel",
+        f"{tuning.num_rotary} layers have norms and positions by one kernel{in_chunks}",
         f"rows {shares} prefixes in attention",
         f"kept in {tuning.kept_in}" if tuning.kept_in else "nothing of this is kept",
     ]

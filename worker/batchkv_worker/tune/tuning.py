@@ -12,6 +12,7 @@ from batchkv_worker.kv.backends.measurements import (
     FUSED_AGREE,
     FUSED_LINEARS,
     ROTARY_AGREES,
+    ROTARY_CHUNKS_AGREE,
     ROTARY_LAYERS,
 )
 from batchkv_worker.kv.start import pathcheck
@@ -57,7 +58,8 @@ class Tuning:
     """Of one model, scheme, number of slots and dtype on one device.
 
     ``chunks`` has tokens a second by size, empty if not measured. ``num_fused`` groups of linear
-    layers are multiplied at once, and ``num_rotary`` layers have norms and positions by one kernel.
+    layers are multiplied at once, and ``num_rotary`` layers have norms and positions by one kernel:
+    in chunks of prompts, too, with ``rotary_in_chunks``.
     """
 
     model: str
@@ -72,6 +74,7 @@ class Tuning:
     chunks: Mapping[int, float]
     num_fused: int
     num_rotary: int
+    rotary_in_chunks: bool
     shares_prefixes: bool
     kept_in: str | None
 
@@ -101,6 +104,7 @@ def tuning_of(engine: Engine) -> Tuning:
         chunks=chunks,
         num_fused=len(groups),
         num_rotary=len(rotary),
+        rotary_in_chunks=bool(rotary and results.get(ROTARY_CHUNKS_AGREE)),
         shares_prefixes=plan.shares,
         kept_in=str(file) if file is not None and file.exists() else None,
     )

@@ -22,12 +22,23 @@ MOST = {mx.float32: 2e-4, mx.bfloat16: 0.02}  # of the largest number; angles ar
 FAULTS = (
     ("sum += SHUFFLE_XOR(sum, lane)", "sum += FAULT(0) * 0.1f + SHUFFLE_XOR(sum, lane)"),
     ("x * cosine - y * sine", "x * cosine - y * (FAULT(1) ? -sine : sine)"),
-    ("float(offsets[row])", "float(offsets[FAULT(2) ? 0 : row])"),
+    ("float(offsets[row] + token)", "float(offsets[FAULT(2) ? 0 : row] + token)"),
     ("float(key_weights[other])", "float(key_weights[FAULT(3) ? one : other])"),
     ("AS_FLOAT(KEY_EPS)", "AS_FLOAT(FAULT(4) ? QUERY_EPS : KEY_EPS)"),
     ("pair + TURNED : 2 * pair + 1", "pair + TURNED - FAULT(5) : 2 * pair + 1"),
     ("GROUP_X - QUERY_HEADS;", "GROUP_X - QUERY_HEADS - FAULT(6) * (GROUP_X > QUERY_HEADS);"),
     ("frequencies[pair]", "frequencies[FAULT(7) ? 0 : pair]"),
+    ("0 : row] + token)", "0 : row] + token * !FAULT(8))"),  # as the third left it
+    ("token * int64_t(queries_strides[1])", "token * int64_t(queries_strides[2 - !FAULT(9)])"),
+    ("token * int64_t(keys_strides[1])", "token * int64_t(keys_strides[2 - !FAULT(10)])"),
+    (
+        "(QUERY_HEADS) + head) * GROUPS_Z + token",
+        "(QUERY_HEADS) + head) * GROUPS_Z + token * !FAULT(11)",
+    ),
+    (
+        "- QUERY_HEADS) + head) * GROUPS_Z + token",
+        "- QUERY_HEADS) + head) * GROUPS_Z + token * !FAULT(12)",
+    ),
 )
 PLAIN = Turn(64, 32, False, EPSILONS)
 
@@ -37,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rotary")
 
 
-def both(turn: Turn, launch: CppLaunch, dtype: mx.Dtype = mx.float32) -> tuple[Pair, Pair]:
+def both(
+    turn: Turn, launch: CppLaunch, dtype: mx.Dtype = mx.float32, tokens: int = 1
+) -> tuple[Pair, Pair]:
     """What operations give and what the kernel gives, for queries and keys that are views."""
     mx.random.seed(turn.size)
     rows, heads, kv_heads = len(OFFSETS), 6, 2
@@ -45,9 +58,9 @@ def both(turn: Turn, launch: CppLaunch, dtype: mx.Dtype = mx.float32) -> tuple[P
     for norm in norms:
         norm.weight = mx.random.uniform(0.5, 1.5, (turn.size,)).astype(dtype)
     rope = nn.RoPE(2 * turn.turned, traditional=turn.neighbours, base=1e4)
-    whole = 0.2 * mx.random.normal((rows, 1, (heads + kv_heads) * turn.size)).astype(dtype)
+    whole = 0.2 * mx.random.normal((rows, tokens, (heads + kv_heads) * turn.size)).astype(dtype)
     parts = mx.split(whole, [heads * turn.size], axis=-1)
-    queries, keys = (part.reshape(rows, 1, -1, turn.size) for part in parts)
+    queries, keys = (part.reshape(rows, tokens, -1, turn.size) for part in parts)
     offsets = mx.array(OFFSETS, mx.int32)
     wanted = [
         rope(norm(x).transpose(0, 2, 1, 3), offset=offsets)
@@ -58,7 +71,7 @@ def both(turn: Turn, launch: CppLaunch, dtype: mx.Dtype = mx.float32) -> tuple[P
     return (wanted[0], wanted[1]), RotaryKernel(launch)(turn, queries, keys, *given)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("dtype", "tokens"), [(mx.float32, 1), (mx.bfloat16, 1), (mx.float32, 5)])
 @pytest.mark.parametrize(
     "turn",
     [
@@ -69,10 +82,12 @@ def both(turn: Turn, launch: CppLaunch, dtype: mx.Dtype = mx.float32) -> tuple[P
         Turn(256, 32, True, EPSILONS),
     ],
 )
-def test_results_are_those_of_operations(turn: Turn, dtype: mx.Dtype, folder: Path) -> None:
-    """Heads of any size, turned as a whole or in part, in either order of pairs."""
+def test_results_are_those_of_operations(
+    turn: Turn, dtype: mx.Dtype, tokens: int, folder: Path
+) -> None:
+    """Heads of any size, turned as a whole or in part, in either order of pairs; of each token."""
     launch = CppLaunch(folder)
-    for wanted, found in zip(*both(turn, launch, dtype), strict=True):
+    for wanted, found in zip(*both(turn, launch, dtype, tokens), strict=True):
         assert found.shape == wanted.shape and found.dtype == dtype
         assert difference(wanted, found) <= MOST[dtype]
     assert launch.counts == {ROTARY.name: 1}
@@ -81,7 +96,7 @@ def test_results_are_those_of_operations(turn: Turn, dtype: mx.Dtype, folder: Pa
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
 def test_planted_faults_are_seen(fault: int, folder: Path) -> None:
     for planted in (None, fault):
-        wanted, found = both(PLAIN, CppLaunch(folder, FAULTS, planted))
+        wanted, found = both(PLAIN, CppLaunch(folder, FAULTS, planted), tokens=3)
         worst = max(map(difference, wanted, found))
         assert (worst <= MOST[mx.float32]) == (planted is None)
 

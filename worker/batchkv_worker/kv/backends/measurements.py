@@ -38,6 +38,8 @@ FUSED_LINEARS, FUSED_AGREE = "fused linear layers", "fused linear layers agree"
 ROTARY_LAYERS = "rotary kernel in replayed steps"
 ROTARY_AGREES = "rotary kernel over fused layers agrees"
 ROTARY_VALUES = "values are of fused layers"
+ROTARY_CHUNKS = "rotary kernel in chunks"
+ROTARY_CHUNKS_AGREE = "rotary kernel in chunks agrees"
 
 Value = TypeVar("Value")
 

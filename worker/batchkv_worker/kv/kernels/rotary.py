@@ -1,4 +1,4 @@
-"""Norms and rotary positions of one token's queries and keys, for all rows, as one kernel.
+"""Norms and rotary positions of queries and keys, for all tokens of all rows, as one kernel.
 
 Models that normalize each head's queries and keys, and then turn them by their position, start four
 kernels for it in each layer. A GPU's host takes longer to launch them than the device takes.
@@ -63,22 +63,22 @@ class RotaryKernel:
         frequencies: mx.array,
         offsets: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """Queries ``[rows, heads, 1, size]`` and keys ``[rows, kv heads, 1, size]``.
+        """Queries ``[rows, heads, tokens, size]`` and keys ``[rows, kv heads, tokens, size]``.
 
-        They are given as ``[rows, 1, heads, size]``, in one dtype with the norms' ``weights``.
-        ``frequencies`` (float32, ``[turned]``) times a row's place in ``offsets`` (int32,
-        ``[rows]``) is the angle of each pair. All arrays but queries and keys lie in one piece,
-        and these should be views, if they do not.
+        They are given as ``[rows, tokens, heads, size]``, in one dtype with the norms' ``weights``.
+        ``frequencies`` (float32, ``[turned]``) times a token's position is the angle of each pair;
+        ``offsets`` (int32, ``[rows]``) are the positions of each row's first token. All arrays but
+        queries and keys lie in one piece, and these should be views, if they do not.
         """
-        rows, _, heads, size = queries.shape
+        rows, tokens, heads, size = queries.shape
         kv_heads = keys.shape[2]
         key = turn, heads, queries.dtype, rows < LEAST_NUMBERS
         run = self.runs.get(key)
         if run is None:
             run = self.runs[key] = self.launch(ROTARY, _constants(*key))
-        shapes: Any = [(rows, heads, 1, size), (rows, kv_heads, 1, size)]
+        shapes: Any = [(rows, heads, tokens, size), (rows, kv_heads, tokens, size)]
         inputs: list[Input] = [queries, keys, *weights, frequencies, offsets]
-        grid = (heads + kv_heads) * _SIMD, rows, 1
+        grid = (heads + kv_heads) * _SIMD, rows, tokens
         found = run(inputs, grid, (_SIMD, 1, 1), [(shape, queries.dtype) for shape in shapes])
         return found[0], found[1]
 

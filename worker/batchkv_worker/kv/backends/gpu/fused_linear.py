@@ -48,8 +48,8 @@ Groups = tuple[tuple[str, ...], ...]  # layers by their names
 class FusedGroup:
     """Layers with one input: ``product`` gives the outputs of all ``count`` layers, in order.
 
-    For inputs of up to ``rows`` rows. After the last layer's call it keeps no arrays but ``whole``,
-    the outputs of all layers, until ``take_whole``.
+    For inputs of up to ``rows`` rows; of any number, with ``takes_chunks``. After the last layer's
+    call it keeps no arrays but ``whole``, the outputs of all layers, until ``take_whole``.
     """
 
     def __init__(self, product: Product, count: int, rows: int) -> None:
@@ -57,7 +57,7 @@ class FusedGroup:
         self._input: mx.array | None = None
         self._parts: list[mx.array] = []
         self._whole: mx.array | None = None
-        self.keeps_whole = False  # for one who calls ``take_whole``
+        self.keeps_whole = self.takes_chunks = False  # for one who calls ``take_whole``
 
     def take(self, place: int, x: mx.array) -> mx.array | None:
         """The output of one layer for ``x`` ``[..., inputs]``; None: it must multiply itself.
@@ -66,7 +66,7 @@ class FusedGroup:
         """
         if place == 0:
             self._input = self._whole = None
-            if x.size <= self._rows * x.shape[-1]:
+            if self.takes_chunks or x.size <= self._rows * x.shape[-1]:
                 whole = self._product.multiply(x)
                 self._input, self._parts = x, self._product.parts(whole)
                 self._whole = whole if self.keeps_whole else None

@@ -1,8 +1,9 @@
-"""Norms and rotary positions of queries and keys, by one kernel for the rows of a decode step.
+"""Norms and rotary positions of queries and keys, by one kernel for a decode step or a chunk.
 
 Models like Qwen3 normalize each head's queries and keys, and turn them by their position: four
 kernels in each layer, which a GPU's host takes longer to launch than the device takes. Here the
 norms give their input on as it is, and the first call for positions computes all four results.
+Chunks of prompts are computed so, too, where that is faster (``rotary_chunks``).
 
 Layers that do so are found by running one token through the model, not by their names. A norm's
 numbers must reach the positions unchanged, in any layout. That is compared once, with the model as
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,6 +26,7 @@ from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import Undo
 from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup, Groups, folder_of, group_in
+from batchkv_worker.kv.backends.gpu.rotary_chunks import are_faster
 from batchkv_worker.kv.backends.gpu.rotary_layers import (
     OF_ATTENTION,
     Names,
@@ -34,6 +36,8 @@ from batchkv_worker.kv.backends.gpu.rotary_layers import (
 )
 from batchkv_worker.kv.backends.measurements import (
     ROTARY_AGREES,
+    ROTARY_CHUNKS,
+    ROTARY_CHUNKS_AGREE,
     ROTARY_LAYERS,
     ROTARY_VALUES,
     YES_OR_NO,
@@ -59,6 +63,7 @@ class _Heads:
     ``group``: the fused layers that computed them, queries first and then keys, if there are any.
     Then both are parts of one array, and so the kernel reads them. ``gives_values``: the values
     that come with the keys are its last part; ``may_give_values``: so they may be.
+    ``takes_chunks``: the kernel computes those of several tokens a row, too.
     """
 
     def __init__(
@@ -69,26 +74,33 @@ class _Heads:
         group: FusedGroup | None = None,
     ) -> None:
         self._norms, self._kernel, self._group = norms, kernel, group
-        self.may_give_values = self.gives_values = False
+        self.may_give_values = self.gives_values = self.takes_chunks = False
         self._turn = turn_of(norms, rope)
         self._frequencies = frequencies_of(rope)
         self._given: list[mx.array | None] = [None, None]
         self._turned: mx.array | None = None  # the keys
         self.num_fused = 0  # steps, or traces of them
+        self.num_chunks = 0
 
     def hold(self, place: int, x: mx.array) -> bool:
-        """Whether the norm ``place`` leaves its input ``[rows, 1, heads, size]`` to the kernel."""
+        """Whether the norm ``place`` leaves ``x`` ``[rows, tokens, heads, size]`` to the kernel."""
         if place == 0:
             self._given, self._turned = [None, None], None
-        is_one_token = x.ndim == 4 and x.shape[1] == 1
-        is_step = is_one_token and bool(x.dtype == self._norms[place].weight.dtype)
+        has_tokens = x.ndim == 4 and (x.shape[1] == 1 or self.takes_chunks)
+        is_step = has_tokens and bool(x.dtype == self._norms[place].weight.dtype)
         if place == 1 and self._given[0] is None:
             return False  # else the queries' positions would take the keys for their own
         self._given[place] = x if is_step else None
         return is_step
 
+    def take_chunks(self, taken: bool) -> None:
+        """Whether the kernel, and the product of the fused layers, is used for chunks, too."""
+        self.takes_chunks = taken
+        if self._group is not None:
+            self._group.takes_chunks = taken
+
     def turn(self, x: mx.array, offset: Any) -> tuple[mx.array, mx.array | None]:
-        """The result for ``x`` ``[rows, heads, 1, size]``, or what is to be turned, and None."""
+        """The result for ``x`` ``[rows, heads, tokens, size]``, or what to turn, and None."""
         if self._turned is not None:
             turned, self._turned = self._turned, None
             return x, turned
@@ -99,10 +111,13 @@ class _Heads:
             self._given = [None, None]
             weights = self._norms[0].weight, self._norms[1].weight
             given = self._read(queries, keys)
-            what = *given, weights, self._frequencies, offset
+            offsets = _places(x.shape[0], offset) if isinstance(offset, int) else offset
+            what = *given, weights, self._frequencies, offsets
             found, self._turned = self._kernel(self._turn, *what)
-            self.num_fused += 1
-            if self.gives_values and isinstance(given[1], View):
+            is_chunk = x.shape[2] > 1
+            self.num_fused += not is_chunk
+            self.num_chunks += is_chunk
+            if self.gives_values and isinstance(given[1], View) and not is_chunk:
                 start = given[1].start + keys.shape[2] * keys.shape[3]
                 VALUE_PARTS.note(self._turned, given[1].whole, start)
             return x, found
@@ -116,21 +131,29 @@ class _Heads:
         whole = None if self._group is None else self._group.take_whole()
         if whole is None or self._group is None or whole.dtype != queries.dtype:
             return queries, keys
-        rows, _, _, size = queries.shape
+        rows, tokens, _, size = queries.shape
         step = whole.shape[-1]
         ends = tuple(accumulate(one.shape[2] * size for one in (queries, keys)))
-        if whole.shape != (rows, 1, step) or ends != (*self._group.ends, step)[:2]:
+        if whole.shape != (rows, tokens, step) or ends != (*self._group.ends, step)[:2]:
             return queries, keys
-        strides = step, step, size, 1
+        strides = tokens * step, step, size, 1
         return View(queries, whole, 0, strides), View(keys, whole, ends[0], strides)
 
 
 def _is_step(x: mx.array, queries: mx.array, keys: mx.array, offset: Any) -> bool:
-    """Whether this is a decode step, with one position for each row."""
-    rows, _, heads, size = queries.shape
+    """Whether this is a decode step, with one position for each row, or a chunk."""
+    rows, tokens, heads, size = queries.shape
+    is_chunk = type(offset) is int and tokens > 1
     is_row_each = isinstance(offset, mx.array) and offset.shape == (rows,)
-    shapes = x.shape == (rows, heads, 1, size) and keys.shape[0] == rows
-    return shapes and is_row_each and offset.dtype == mx.int32 and keys.dtype == queries.dtype
+    has_places = is_chunk or (is_row_each and offset.dtype == mx.int32)
+    shapes = x.shape == (rows, heads, tokens, size) and keys.shape[:2] == (rows, tokens)
+    return shapes and has_places and bool(keys.dtype == queries.dtype)
+
+
+@lru_cache(maxsize=8)
+def _places(rows: int, position: int) -> mx.array:
+    """The position of each row's first token; the same array for all layers of a chunk."""
+    return mx.array([position] * rows, mx.int32)
 
 
 class HeldNorm(nn.RMSNorm):  # type: ignore[misc]  # MLX has no types
@@ -158,13 +181,15 @@ class FuseRotary:
     """Layers, by their names, whose queries and keys one kernel computes in decode steps.
 
     If the device refuses this, or then gives other answers, the model computes as before. Answers
-    are compared once, for ``rows`` rows; ``measurements`` keep the outcome.
+    are compared once, for ``rows`` rows; ``measurements`` keep the outcome. So it is for chunks,
+    with ``takes_chunks``.
     """
 
     layers: tuple[Names, ...]
     launch: Launch
     measurements: Measurements = field(default_factory=Measurements, repr=False)
     rows: int = len(_TOKENS)
+    takes_chunks: bool = False
 
     def install(self, model: Any) -> Undo:
         done: list[Undo] = [VALUE_PARTS.clear]
@@ -186,6 +211,7 @@ class FuseRotary:
                 self._fuse(model, done)
             if is_right:
                 self._give_values(model)
+                self._take_chunks(model)
             if not is_right:
                 log.warning("one kernel for norms and positions does not agree: not used")
         except _FAULTS as fault:
@@ -230,6 +256,31 @@ class FuseRotary:
             for one in found:
                 one.gives_values = is_so
 
+    def _take_chunks(self, model: Any) -> None:
+        """Compute chunks by the kernel, too, if that is faster and gives the same answers."""
+        heads = [one._heads for one in model.modules() if isinstance(one, FusedRope)]
+
+        def agree() -> bool:
+            before = _chunk_logits(model, self.rows)
+            for one in heads:
+                one.take_chunks(True)
+            after = _chunk_logits(model, self.rows)
+            return are_close(before, after) and all(one.num_chunks for one in heads)
+
+        is_right = False
+        try:
+            how = ROTARY_CHUNKS_AGREE, agree, YES_OR_NO
+            is_right = self.takes_chunks and self.measurements.of(*how)
+            if is_right != self.takes_chunks:
+                log.warning("one kernel for norms and positions of chunks does not agree: not used")
+        except _FAULTS as fault:
+            if is_device_fault(fault):
+                raise
+            log.warning("norms and positions of chunks are not computed by one kernel: %s", fault)
+        finally:
+            for one in heads:
+                one.take_chunks(is_right)
+
     def _fuse(self, model: Any, done: list[Undo]) -> list[_Heads]:
         modules = dict(model.named_modules())
         kernel, found = RotaryKernel(self.launch), []
@@ -241,6 +292,7 @@ class FuseRotary:
             if group is not None:
                 group.keeps_whole = True
                 done.append(partial(setattr, group, "keeps_whole", False))
+                done.append(partial(setattr, group, "takes_chunks", False))
             for place, norm in enumerate(norms):
                 done.append(swap_class(norm, HeldNorm, _heads=heads, _place=place))
             done.append(swap_class(modules[rope], FusedRope, _heads=heads))
@@ -270,7 +322,16 @@ def choose(
         log.warning("norms and positions are not computed by one kernel: %s", fault)
     if not layers:
         return None
-    return FuseRotary(layers, launch, measurements, min(rows, len(_TOKENS)))
+    takes_chunks = False
+    try:
+        takes_chunks = measurements.of(
+            ROTARY_CHUNKS, lambda: are_faster(model, layers, groups, launch), YES_OR_NO
+        )
+    except _FAULTS as fault:
+        if is_device_fault(fault):
+            raise
+        log.warning("norms and positions of chunks are not computed by one kernel: %s", fault)
+    return FuseRotary(layers, launch, measurements, min(rows, len(_TOKENS)), takes_chunks)
 
 
 def _layers_codec(model: Any) -> Codec[tuple[Names, ...]]:
@@ -314,6 +375,15 @@ class _ByRow:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
+
+
+def _chunk_logits(model: Any, rows: int) -> mx.array:
+    """The model's outputs for two chunks of these tokens of some rows."""
+    cache = make_prompt_cache(model)
+    tokens = mx.array(_TOKENS[:rows])
+    logits = [model(tokens, cache=cache) for _ in range(2)]
+    mx.eval(logits)
+    return mx.concatenate(logits, axis=1)
 
 
 def _logits(model: Any, rows: int, seen: list[bool] | None = None) -> mx.array:

@@ -1,9 +1,11 @@
-// Queries and keys of one token of each row: each head's vector is divided by the root of its mean
-// square, times the norm's weights, and turned by the row's position. A simdgroup has one vector: the
-// first QUERY_HEADS of a row are those of queries. Results are rounded where MLX's operations round.
+// Queries and keys of a token of each row: each head's vector is divided by the root of its mean
+// square, times the norm's weights, and turned by the token's position. A simdgroup has one vector:
+// the first QUERY_HEADS of a token are those of queries. Results are rounded where MLX's operations
+// round.
 constexpr int HALF = SIZE / 2;
 constexpr int EACH = (HALF + 31) / 32;
 const int row = GROUP_Y;
+const int token = GROUP_Z;
 const int head = GROUP_X < QUERY_HEADS ? GROUP_X : GROUP_X - QUERY_HEADS;
 const bool is_query = GROUP_X < QUERY_HEADS;
 float first[EACH];
@@ -16,11 +18,13 @@ UNROLL for (int i = 0; i < EACH; i++) {
   first[i] = 0.0f;
   second[i] = 0.0f;
   if (pair < HALF && is_query) {
-    const int64_t start = row * int64_t(queries_strides[0]) + head * int64_t(queries_strides[2]);
+    const int64_t start = row * int64_t(queries_strides[0]) +
+        token * int64_t(queries_strides[1]) + head * int64_t(queries_strides[2]);
     first[i] = float(queries[start + one * int64_t(queries_strides[3])]);
     second[i] = float(queries[start + other * int64_t(queries_strides[3])]);
   } else if (pair < HALF) {
-    const int64_t start = row * int64_t(keys_strides[0]) + head * int64_t(keys_strides[2]);
+    const int64_t start = row * int64_t(keys_strides[0]) + token * int64_t(keys_strides[1]) +
+        head * int64_t(keys_strides[2]);
     first[i] = float(keys[start + one * int64_t(keys_strides[3])]);
     second[i] = float(keys[start + other * int64_t(keys_strides[3])]);
   }
@@ -42,17 +46,18 @@ UNROLL for (int i = 0; i < EACH; i++) {
     T low = static_cast<T>(x);
     T high = static_cast<T>(y);
     if (pair < TURNED) {
-      const float angle = float(offsets[row]) * frequencies[pair];
+      const float angle = float(offsets[row] + token) * frequencies[pair];
       const Turned turned = turned_by(angle, x, y);
       low = static_cast<T>(turned.low);
       high = static_cast<T>(turned.high);
     }
     if (is_query) {
-      const int64_t to = (row * int64_t(QUERY_HEADS) + head) * SIZE;
+      const int64_t to = ((row * int64_t(QUERY_HEADS) + head) * GROUPS_Z + token) * SIZE;
       turned_queries[to + one] = low;
       turned_queries[to + other] = high;
     } else {
-      const int64_t to = (row * int64_t(GROUPS_X - QUERY_HEADS) + head) * SIZE;
+      const int64_t to =
+          ((row * int64_t(GROUPS_X - QUERY_HEADS) + head) * GROUPS_Z + token) * SIZE;
       turned_keys[to + one] = low;
       turned_keys[to + other] = high;
     }
