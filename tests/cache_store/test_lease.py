@@ -154,7 +154,7 @@ def test_leases_move_into_redis_when_it_is_back() -> None:
     """A lease taken while Redis was down is in Redis soon after, unless another has it by then."""
     with (
         running_server() as server,
-        closing(RedisLeases(server.url, ttl_seconds=0.6)) as leases,
+        closing(RedisLeases(server.url, ttl_seconds=2.0)) as leases,
         server.connect() as connection,
     ):
         server.stop()

@@ -146,9 +146,9 @@ def disturb(line: FaultProxy, rng: random.Random) -> None:
 
 @pytest.fixture
 def quick_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that waits half a second for an answer, not a minute."""
-    monkeypatch.setattr(producer_connection, "REPLY_SECONDS", 0.5)
-    monkeypatch.setattr(retry, "MAX_OUTAGE_SECONDS", 2.0)
+    """A client that waits a second for an answer, not a minute."""
+    monkeypatch.setattr(producer_connection, "REPLY_SECONDS", 1.0)
+    monkeypatch.setattr(retry, "MAX_OUTAGE_SECONDS", 4.0)
 
 
 def rows_in(folder: Path, count: int) -> Path:

@@ -142,10 +142,10 @@ def test_a_strangers_process_is_not_ended(
     home: Home, disguise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process in the pid file that is not this home's server is not ended. An error says so."""
-    monkeypatch.setattr(server, "PROBE_TIMEOUT_SECONDS", 0.1)
     server.ensure_running(home)
     pid = server.status(home).pid
     assert pid is not None
+    monkeypatch.setattr(server, "PROBE_TIMEOUT_SECONDS", 0.1)  # it will not answer
     command = [sys.executable, "-c", "input()", disguise]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as stranger:
         home.pid_file.write_text(str(stranger.pid))
@@ -211,8 +211,8 @@ def test_a_second_server_never_writes_the_same_data(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If its socket was deleted, the running server is reported. No second one is started."""
-    monkeypatch.setattr(server, "START_TIMEOUT_SECONDS", 0.3)
     server.ensure_running(home)
+    monkeypatch.setattr(server, "START_TIMEOUT_SECONDS", 0.3)
     home.socket.unlink()
     with pytest.raises(ServerError, match=r"runs but does not answer.*batchkv server stop"):
         server.ensure_running(home)

@@ -125,7 +125,7 @@ def test_time_runs_from_the_start(redis_connection: Redis) -> None:
 
 def test_leases_of_the_backlog_are_renewed(redis_connection: Redis) -> None:
     """Rows that wait longer than a lease lasts are still ours."""
-    batch = submit(redis_connection, ["slow:100"] * 12)
+    batch = submit(redis_connection, ["slow:150"] * 12)
     moves = Transitions(redis_connection)
 
     def act() -> None:
@@ -134,7 +134,7 @@ def test_leases_of_the_backlog_are_renewed(redis_connection: Redis) -> None:
             time.sleep(0.05)
 
     worker = make_worker(
-        redis_connection, SLOW, slots=1, prefetch=0, lease_seconds=1, heartbeat_seconds=0.2
+        redis_connection, SLOW, slots=1, prefetch=0, lease_seconds=2, heartbeat_seconds=0.2
     )
     work(worker, act)
     assert_reconciled(redis_connection, batch)
