@@ -240,7 +240,7 @@ def test_a_slow_target_is_left_and_a_certificate_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silence, an answer that comes byte by byte, and an unknown certificate each end in time."""
-    monkeypatch.setattr(delivery, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(delivery, "SEND_SECONDS", 0.3)
     event = ended(BATCH, "completed", COUNTS, int(time.time()))
     is_over = threading.Event()
 
