@@ -366,6 +366,7 @@ def test_the_faster_one_wins_if_it_is_right(kind: str, monkeypatch: pytest.Monke
     assert not verdict(1.0, 1.05)
     assert not verdict(None)
     assert not verdict(2 * joint_product._LONGEST)
+    assert 2560 * 2 * 9728 <= joint_product.MAX_WEIGHTS < 4096 * 2 * 12288  # of 4B, and of 8B
     with monkeypatch.context() as less:
         less.setattr(joint_product, "MAX_WEIGHTS", 64 * 96 - 1)
         assert not verdict(1.0, 1.2)

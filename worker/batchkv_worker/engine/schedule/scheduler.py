@@ -69,6 +69,7 @@ class Scheduler:
         self._group: PrefillGroup | None = None
         self._aside: PrefillGroup | None = None  # a group that waits for live rows to be computed
         self._lane_chunk = 0  # tokens of a chunk while live rows come; 0: none have come lately
+        self._too_few = (0, 0)  # free slots and waiting rows, where that was not worth a chunk
         self._is_short = False  # the first live row has a slot, and does not fit the memory
         self._waiting: deque[Sequence] = deque()
         # How many waiting rows have a block, and how many begin with a partial block.
@@ -249,14 +250,16 @@ class Scheduler:
         free -= self._num_kept()
         if not self.layouts.num_active or 0 < waiting <= free:
             return True
-        if free < 1:
+        if free < 1 or self._too_few == (free, waiting):  # as at the last step
             return False
         window = list(islice(self._waiting, LOOKAHEAD))
         row = next_row(window, self._steps_left(window))
         rows_in_chunk = self.chunk_tokens // max(1, row.num_prefill - self._num_cached(row))
         answer = self.output_lengths.mean or self._waiting[0].num_remaining
         steps = self.budget.chunk_steps
-        return free >= free_slots(self.layouts.num_slots, steps, answer, rows_in_chunk)
+        enough = free_slots(self.layouts.num_slots, steps, answer, rows_in_chunk)
+        self._too_few = (free, waiting) if free < enough else (0, 0)
+        return free >= enough
 
     def _steps_left(self, waiting: list[Sequence]) -> float:
         return steps_left(waiting, self.layouts.main.num_remaining, self.layouts.num_slots)

@@ -22,7 +22,7 @@ _TIMES = 8  # products that are timed together
 _LONGEST = 4.0  # milliseconds: where products take longer, launching them does not matter
 _ARRAYS = ("weight", "scales", "biases", "bias")  # with a row for each output
 
-MAX_WEIGHTS = 2**25  # of a group
+MAX_WEIGHTS = 2**26  # of a group; a gate and its input have 50 million at 4 billion in all
 
 Whole = dict[str, mx.array]
 
