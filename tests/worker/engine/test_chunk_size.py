@@ -53,7 +53,7 @@ def chosen_on(
 def test_the_speed_that_was_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a worker's first prompt can be compared with loading it, before any was computed."""
     told: list[tuple[int, float]] = []
-    device = SlowCompiler({256: 0.2, 512: 0.3, 1024: 0.5, 2048: 1.0}, compiling=0.1)
+    device = SlowCompiler({256: 0.2, 512: 0.3, 1024: 0.5, 2048: 1.0, 4096: 2.0}, compiling=0.1)
     chosen = chosen_on(monkeypatch, device, observe=lambda *one: told.append(one))
     assert [size for size, _ in told] == [chosen] == [1024]
     assert told[0][1] == pytest.approx(0.5)
@@ -105,9 +105,11 @@ def test_models_of_experts_get_large_chunks(config: Any, memory: int, least: int
 
 def test_compiling_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three seconds of compiling for each size keep no larger one from being tried and chosen."""
-    device = SlowCompiler(dict.fromkeys(chunk_probe.SIZES, 0.05), compiling=3.0)
-    assert chosen_on(monkeypatch, device) == 2048
-    flat = SlowCompiler({256: 0.05, 512: 0.06, 1024: 0.12, 2048: 0.24}, compiling=3.0)
+    for is_cuda, largest in ((True, 4096), (False, 2048)):
+        device = SlowCompiler(dict.fromkeys(chunk_probe.SIZES, 0.05), compiling=3.0)
+        assert chosen_on(monkeypatch, device, is_cuda=is_cuda) == largest
+        assert max(device.computed) == largest
+    flat = SlowCompiler({256: 0.05, 512: 0.06, 1024: 0.12, 2048: 0.24, 4096: 0.5}, compiling=3.0)
     assert chosen_on(monkeypatch, flat) == 512
 
 
@@ -126,7 +128,8 @@ def test_a_slow_device_gets_what_is_usual_there(
 
 def test_a_waking_device_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least of several turns counts, so a slow first turn of a size does not matter."""
-    device = SlowCompiler({256: 0.1, 512: 0.2, 1024: 0.4, 2048: 0.8}, compiling=0.1)
+    seconds = {256: 0.1, 512: 0.2, 1024: 0.4, 2048: 0.8, 4096: 1.6}
+    device = SlowCompiler(seconds, compiling=0.1)
     compute, is_awake = device.compute, []
 
     def wake(loaded: object, plan: object, size: int) -> None:

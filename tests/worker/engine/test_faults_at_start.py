@@ -80,7 +80,10 @@ def test_a_fault_at_start_is_raised_as_it_is(place: str, monkeypatch: pytest.Mon
 
 
 def chunk_sizes(
-    monkeypatch: pytest.MonkeyPatch, faults: list[int], after: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    faults: list[int],
+    after: int = 0,
+    fault: Exception = TIMEOUT,
 ) -> dict[int, float]:
     """The sizes that are measured where the device fails at these, after so many calls of each."""
     calls: Counter[int] = Counter()
@@ -89,11 +92,11 @@ def chunk_sizes(
         calls[size] += 1
         if calls[size] > after and size in faults:
             faults.remove(size)
-            raise TIMEOUT
+            raise fault
 
     monkeypatch.setattr(chunk_size, "_compute", compute)
     loaded: Any = SimpleNamespace(context=32_768)
-    found = chunk_size.measure(loaded, cast("Any", None), 9.0)
+    found = chunk_size.measure(loaded, cast("Any", SimpleNamespace(backend=GENERIC)), 9.0)
     assert found.is_whole
     return found.speeds
 
@@ -108,6 +111,19 @@ def test_chunks_that_the_device_cannot_compute_are_not_used(
     assert chunk_sizes(monkeypatch, [1024, 1024], 1).keys() == {256, 512}
     with pytest.raises(RuntimeError, match="GPU Timeout"):
         chunk_sizes(monkeypatch, [256, 256])
+
+
+@pytest.mark.parametrize(
+    "fault", [RuntimeError("[malloc] Unable to allocate 9 bytes."), MemoryError()]
+)
+def test_chunks_for_which_there_is_no_memory_are_not_used(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start goes on with smaller ones. Other faults, or one at the smallest, end it."""
+    assert chunk_sizes(monkeypatch, [2048], fault=fault).keys() == {256, 512, 1024}
+    for at, raised in ((256, fault), (2048, RuntimeError("another"))):
+        with pytest.raises(type(raised)):
+            chunk_sizes(monkeypatch, [at], fault=raised)
 
 
 def test_an_idle_engine_recovers_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from batchkv_worker.faults import is_device_fault
+from batchkv_worker.faults import is_device_fault, is_out_of_memory
 from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.layers.contract import Chunk
@@ -29,7 +29,7 @@ from batchkv_worker.model.loader import LoadedModel
 Result = TypeVar("Result")
 log = logging.getLogger("batchkv.engine")
 
-SIZES = (256, 512, 1024, 2048)
+SIZES = (256, 512, 1024, 2048, 4096)  # up to the backend's ``largest_chunk``
 SECONDS = 4.0  # for compiled kernels; a size that would take longer is not tried
 START_SECONDS = 30.0  # in all, with the first computation of each size
 TURNS = 3  # for each size; the least time counts
@@ -94,10 +94,11 @@ def measure(
 ) -> Measured:
     """The speeds of as many sizes as the two limits allow; that of the first always.
 
-    macOS may end long work of the GPU. A size at which the device fails twice is too large for this
-    machine, and so are all larger ones: the start goes on with the smaller ones.
+    macOS may end long work of the GPU. A size at which the device fails twice, or memory runs out,
+    is too large for this machine, and so are all larger ones: the start goes on with smaller ones.
     """
     sizes = [size for size in SIZES if size < loaded.context]
+    sizes = [size for size in sizes if size <= plan.backend.largest_chunk]
     end = time.perf_counter() + start_seconds
     least: dict[int, float] = {}  # seconds
     spent = 0.0
@@ -109,8 +110,8 @@ def measure(
             if least and time.perf_counter() > end:
                 break
             least[size] = _twice_at_most(_time, loaded, plan, size)
-        except RuntimeError as fault:
-            if not (least and is_device_fault(fault) and device.drain()):
+        except (RuntimeError, MemoryError) as fault:
+            if not (least and _is_too_large(fault)):
                 raise
             log.warning("chunks of %d tokens and more are not used: %s", size, fault)
             return Measured({size: size / took for size, took in least.items()}, is_whole=True)
@@ -124,6 +125,11 @@ def measure(
             spent += again
             least[size] = min(least[size], again)
     return Measured({size: size / took for size, took in least.items()}, is_whole)
+
+
+def _is_too_large(fault: Exception) -> bool:
+    """Whether a smaller chunk may do what this one failed to do."""
+    return is_out_of_memory(fault) or (is_device_fault(fault) and device.drain())
 
 
 def least_chunk(config: Mapping[str, Any], memory: int) -> int:

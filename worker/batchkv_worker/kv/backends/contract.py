@@ -188,6 +188,10 @@ class Backend(Protocol):
         """Tokens of a prompt to compute at once where nothing was measured."""
 
     @property
+    def largest_chunk(self) -> int:
+        """The most tokens of a prompt that are tried at once where sizes are measured."""
+
+    @property
     def chunk_steps(self) -> float:
         """What any chunk of prompts costs besides its tokens, in decode steps."""
 

@@ -42,6 +42,7 @@ class GenericBackend:
     replays_steps: bool = False
     spreads_codes: bool = True
     usual_chunk: int = 1024
+    largest_chunk: int = 2048
     chunk_steps: float = 0.0
     measures_chunk: bool = True
     measurements: Measurements = field(default_factory=Measurements, repr=False)

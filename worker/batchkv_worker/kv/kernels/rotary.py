@@ -18,6 +18,7 @@ from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS, Constant, Input, Lau
 
 _SIMD = 32  # threads
 MOST_SIZE = 512  # of a head: a thread keeps a 32nd of it
+MOST_TOKENS = 65_535  # of a row: CUDA's grids have no more in the third dimension
 
 ROTARY = Body(
     "batchkv_rotary",

@@ -46,7 +46,7 @@ from batchkv_worker.kv.backends.measurements import (
 )
 from batchkv_worker.kv.backends.rebind import swap_class, undo_all
 from batchkv_worker.kv.kernels.launch import Input, Launch, View
-from batchkv_worker.kv.kernels.rotary import RotaryKernel
+from batchkv_worker.kv.kernels.rotary import MOST_TOKENS, RotaryKernel
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 
 log = logging.getLogger("batchkv.engine")
@@ -143,7 +143,7 @@ class _Heads:
 def _is_step(x: mx.array, queries: mx.array, keys: mx.array, offset: Any) -> bool:
     """Whether this is a decode step, with one position for each row, or a chunk."""
     rows, tokens, heads, size = queries.shape
-    is_chunk = type(offset) is int and tokens > 1
+    is_chunk = type(offset) is int and 1 < tokens <= MOST_TOKENS
     is_row_each = isinstance(offset, mx.array) and offset.shape == (rows,)
     has_places = is_chunk or (is_row_each and offset.dtype == mx.int32)
     shapes = x.shape == (rows, heads, tokens, size) and keys.shape[:2] == (rows, tokens)
