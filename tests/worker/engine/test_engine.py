@@ -573,6 +573,21 @@ def test_a_model_that_disagrees_with_itself_is_refused() -> None:
             engine(model, "affine8", backend=choose_backend())  # measured here
 
 
+def test_a_row_that_finds_no_room_is_computed_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits again, though a second chunk may be computed; and goes on when there is room."""
+    running = engine(tiny_models.build("llama"), slots=4)
+    running.submit_row(Sequence("first", [1, 2], Generation(40, temperature=0.0)))
+    while not running._rows:
+        running.step()
+    other = Sequence("other", [3] * 30, Generation(4, temperature=0.0))
+    running.submit_row(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(running._decode_rows, "_place", lambda *_: None)
+        running.step()
+        assert other.num_preempted == 1
+    assert drain(running).keys() == {"first", "other"}
+
+
 @pytest.mark.parametrize("is_live", [False, True])
 def test_rows_that_decode_wait_for_few_chunks(is_live: bool) -> None:
     """Between two decode steps one chunk of a long prompt is computed, however many prompts wait.

@@ -17,7 +17,7 @@ from batchkv_worker.engine.schedule.policy import (
     next_row,
     steps_left,
 )
-from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
+from batchkv_worker.engine.schedule.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.events import Completed
 from batchkv_worker.kv.slots.changes import Arrival, Arrivals, Demand
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
@@ -190,35 +190,85 @@ def test_prompts_of_like_length_are_computed_together() -> None:
         assert [one for one in found if one is not late] == [first, near, far]
 
 
+def decoding(num_rows: int, slots: int, coming: int = 1000, **options: Any) -> Scheduler:
+    """A scheduler of which so many slots have rows that may generate so much more."""
+    layouts = SlotLayouts(slots)
+    budget = Budget(512, 10**9, Costs(1), chunk_steps=2.0)
+    plan = Scheduler(layouts, budget, **options)
+    for slot in range(num_rows):
+        layouts.admit(Demand(10, coming), slot)
+    for _ in range(16):
+        plan.note_completed(32)
+    return plan
+
+
+def names_of(group: PrefillGroup | None) -> list[str]:
+    return [] if group is None else [one.job_id for one in group.rows]
+
+
 def test_a_scheduler_knows_what_is_left() -> None:
     """Rows in slots count: with them much is left, and the oldest is next; without, the longest."""
-    for coming, expected in ((2000, "old"), (10, "long")):
-        layouts = SlotLayouts(8)
-        plan = Scheduler(layouts, Budget(512, 10**9, Costs(1), chunk_steps=2.0))
-        for slot in range(4):
-            layouts.admit(Demand(10, coming), slot)
-        layouts.after_step()
-        assert layouts.main.num_remaining == 4 * coming - 4
+    for coming, expected in ((2000, "old"), (600, "long"), (10, "long")):
+        plan = decoding(4, 8, coming)
+        plan.layouts.after_step()
+        assert plan.layouts.main.num_remaining == 4 * coming - 4
         for one in (row("old", 400, 10), row("long", 500, 300), row("other", 90, 10)):
             plan.add(one)
-        group = plan.next_group()
-        assert group is not None and [one.job_id for one in group.rows] == [expected]
+        assert names_of(plan.next_group()) == [expected]
+
+
+def test_urgent_rows_join_before_others_and_cut_no_chunk() -> None:
+    """Of prompts as unlike, the longer answer comes first; one that does not fit is left out."""
+    plan = decoding(0, 8)
+    rows = [("first", 100, 100), ("a", 140, 10), ("late", 140, 100), ("b", 140, 10)]
+    for name, length, answer in [*rows, ("wide", 400, 100), ("c", 100, 10)]:
+        plan.add(row(name, length, answer))
+    assert names_of(plan.next_group()) == ["first", "late", "c"]
 
 
 def test_a_chunk_that_is_full_waits_for_no_more_slots() -> None:
     """Prompts of 300 tokens fill a chunk of 512 alone: one free slot is enough, and 8 for short."""
-    for length, num_free in ((300, 1), (20, 7)):
-        layouts = SlotLayouts(32)
-        plan = Scheduler(layouts, Budget(512, 10**9, Costs(1), chunk_steps=2.0))
-        for slot in range(32 - num_free):
-            layouts.admit(Demand(10, 1000), slot)
-        for _ in range(16):
-            plan.note_completed(32)
+    for length, num_free, is_enough in ((300, 1, True), (20, 7, False), (20, 8, True)):
+        plan = decoding(32 - num_free, 32)
         for index in range(40):
             plan.add(row(str(index), length, 40))
-        assert (plan.next_group() is None) == (length == 20)
-    layouts.release(0)
-    assert plan.next_group() is not None
+        assert bool(plan.next_group()) == is_enough
+
+
+def test_what_a_chunk_holds_depends_on_what_is_computed() -> None:
+    """Cached tokens do not count. While live rows come, chunks are smaller, and a slot is kept."""
+    for length, cached, lane, num_free, is_enough in (
+        (300, 280, 0, 1, False),
+        (300, 0, 0, 1, True),
+        (300, 0, 256, 1, False),  # that slot is kept
+        (300, 0, 256, 2, True),
+        (120, 0, 0, 3, False),  # four fill a chunk
+        (120, 0, 256, 3, True),  # two fill a smaller one
+    ):
+        plan = decoding(32 - num_free, 32, num_cached=lambda _, cached=cached: cached)
+        plan.use_lane(lane)
+        for index in range(40):
+            plan.add(row(str(index), length, 40))
+        assert bool(plan.next_group()) == is_enough
+    plan = decoding(28, 32)
+    plan.use_lane(256)
+    for index in range(4):
+        plan.add(row(str(index), 20, 40))
+    assert plan.next_group() is None  # three may come in, and a fourth waits
+    plan.layouts.release(0)
+    assert len(names_of(plan.next_group())) == 4
+
+
+def test_rows_that_are_not_ready_decide_nothing() -> None:
+    """The oldest waits for its prefix: its long prompt is no reason to compute one short one."""
+    ready = False
+    plan = decoding(31, 32, is_ready=lambda one: ready or one.job_id != "0")
+    for index in range(40):
+        plan.add(row(str(index), 20 if index else 500, 40))
+    assert plan.next_group() is None
+    ready = True
+    plan.cancel("39")  # it looks again where something has changed
+    assert names_of(plan.next_group()) == ["0"]
 
 
 def test_what_stood_in_a_slot_before_does_no_harm() -> None:

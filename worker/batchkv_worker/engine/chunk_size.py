@@ -1,6 +1,6 @@
 """Chooses how many prompt tokens a chunk has, by measuring at start on the device that serves.
 
-Larger chunks are faster up to a point, but rows that decode wait for one chunk at most. So the
+Larger chunks are faster up to a point, but rows that decode wait for a chunk or two. So the
 smallest size that is nearly as fast as the fastest is chosen. No token depends on it.
 
 The first time that a size is computed, a GPU compiles kernels for it. That may take seconds where

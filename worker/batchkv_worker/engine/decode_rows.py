@@ -59,9 +59,10 @@ class DecodeRows:
 
     # -- inserting
 
-    def insert(self, group: PrefillGroup, in_flight: Step | None = None) -> None:
+    def insert(self, group: PrefillGroup, in_flight: Step | None = None) -> bool:
         """Copy a computed group's rows into slots; rows without room wait again.
 
+        Returns whether all had room.
         The step in flight is waited for: MLX would copy the buffers that it still reads.
         """
         if in_flight is not None:
@@ -85,6 +86,7 @@ class DecodeRows:
             self._prefixes.forget(key)
         for one in placed:
             self._queue_choices(one.row)
+        return len(placed) == len(rows)
 
     def _queue_choices(self, row: Sequence) -> None:
         """Queue the other choices of a row whose first one has entered its slot.

@@ -352,7 +352,7 @@ class Engine:
     def _run_prefill(self) -> None:
         """Compute prompt chunks for free slots: rows that start together end together.
 
-        While rows decode, these are few, and only one of a prompt that is longer than a chunk.
+        While rows decode, these are few, and a prompt's next chunk has to wait for a step.
         """
         is_decoding = bool(self._rows)  # those that come in below have not begun to
         for _ in range(self._live.chunks_beside if is_decoding else CHUNKS_PER_STEP):
@@ -361,9 +361,10 @@ class Engine:
             self._is_in_prefill = False
             if group is None:
                 return
+            goes_on = not is_decoding
             if group.is_computed:
-                self._decode_rows.insert(group, self._in_flight)
-            elif is_decoding:
+                goes_on = self._decode_rows.insert(group, self._in_flight)
+            if not goes_on:
                 return
             self.client.send(is_idle=False)
 

@@ -8,14 +8,9 @@ from typing import Any
 
 from batchkv_worker.engine.chunk_size import CHUNKS, MEASURED
 from batchkv_worker.engine.engine import Engine
-from batchkv_worker.kv.backends.measurements import (
-    FUSED_AGREE,
-    FUSED_LINEARS,
-    ROTARY_AGREES,
-    ROTARY_CHUNKS_AGREE,
-    ROTARY_LAYERS,
-)
+from batchkv_worker.kv.backends.measurements import FUSED_AGREE, FUSED_LINEARS
 from batchkv_worker.kv.start import pathcheck
+from batchkv_worker.kv.start.backend import rotary_in_use
 from batchkv_worker.kv.start.layer_choice import (
     CELLS,
     PATHS,
@@ -89,7 +84,7 @@ def tuning_of(engine: Engine) -> Tuning:
     results = measured.results()
     chunks = MEASURED.from_json(results[CHUNKS]).speeds if CHUNKS in results else {}
     groups = results.get(FUSED_LINEARS, []) if results.get(FUSED_AGREE) else []
-    rotary = results.get(ROTARY_LAYERS, []) if results.get(ROTARY_AGREES) else []
+    num_rotary, rotary_in_chunks = rotary_in_use(engine.loaded.model)
     file = measured.file
     return Tuning(
         model=engine.loaded.name,
@@ -103,8 +98,8 @@ def tuning_of(engine: Engine) -> Tuning:
         chunk_tokens=engine.chunk_tokens,
         chunks=chunks,
         num_fused=len(groups),
-        num_rotary=len(rotary),
-        rotary_in_chunks=bool(rotary and results.get(ROTARY_CHUNKS_AGREE)),
+        num_rotary=num_rotary,
+        rotary_in_chunks=rotary_in_chunks,
         shares_prefixes=plan.shares,
         kept_in=str(file) if file is not None and file.exists() else None,
     )

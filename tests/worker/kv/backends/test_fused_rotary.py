@@ -16,7 +16,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
 from batchkv_worker.kv.backends.generic import GenericBackend
-from batchkv_worker.kv.backends.gpu import fused_rotary, joint_product, rotary_layers
+from batchkv_worker.kv.backends.gpu import (
+    fused_rotary,
+    joint_product,
+    rotary_heads,
+    rotary_layers,
+)
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup
 from batchkv_worker.kv.backends.measurements import Measurements
@@ -73,7 +78,7 @@ def kinds_in(model: Any) -> set[type[Any]]:
 
 
 def heads_in(model: Any) -> list[Any]:
-    return [one._heads for one in model.modules() if type(one) is fused_rotary.FusedRope]
+    return [one._heads for one in model.modules() if type(one) is rotary_heads.FusedRope]
 
 
 def chosen(model: Any, launch: Launch, kept: Measurements | None = None) -> Any:
@@ -85,12 +90,12 @@ def test_whole_engines_give_the_same_tokens_both_ways(launch: CppLaunch, model: 
     prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(5)}
     crowd: Any = Crowd(model, path="folded", backend=backend_of(launch))
     count = launch.counts[ROTARY.name]
-    assert {fused_rotary.HeldNorm, fused_rotary.FusedRope} <= kinds_in(model)
+    assert {rotary_heads.HeldNorm, rotary_heads.FusedRope} <= kinds_in(model)
     found = crowd.answers(prompts)
     steps = launch.counts[ROTARY.name] - count
     assert steps > 0 and steps % len(model.layers) == 0
     plain: Any = Crowd(model, path="folded", backend=GenericBackend())
-    assert kinds_in(model).isdisjoint({fused_rotary.HeldNorm, fused_rotary.FusedRope})
+    assert kinds_in(model).isdisjoint({rotary_heads.HeldNorm, rotary_heads.FusedRope})
     assert found == plain.answers(prompts)
     assert launch.counts[ROTARY.name] == count + steps
 
@@ -131,7 +136,7 @@ def test_other_outputs_than_queries_and_keys_are_no_views(
     x = mx.zeros((2, 1, 8))
     assert all(group.take(place, x) is not None for place in range(3))
     norms = nn.RMSNorm(16), nn.RMSNorm(16)
-    heads = fused_rotary._Heads(norms, nn.RoPE(16), RotaryKernel(launch), group)
+    heads = rotary_heads.Heads(norms, nn.RoPE(16), RotaryKernel(launch), group)
     given = whole[..., :64].reshape(2, 1, 4, 16), whole[..., 64:96].reshape(2, 1, 2, 16)
     found = heads._read(*given)
     assert [isinstance(one, View) for one in found] == [is_part, is_part]
@@ -279,7 +284,7 @@ def test_a_layer_that_does_more_between_is_left_alone(
     with caplog.at_level(logging.WARNING):
         install(model, [chosen(model, launch)])
     assert "does not agree: not used" in caplog.text
-    assert fused_rotary.HeldNorm not in kinds_in(model)
+    assert rotary_heads.HeldNorm not in kinds_in(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
@@ -303,7 +308,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(
     with caplog.at_level(logging.WARNING):
         install(model, [fused_rotary.FuseRotary((names,), refuses)])
     assert "a word is missing" in caplog.text
-    assert fused_rotary.HeldNorm not in kinds_in(model)
+    assert rotary_heads.HeldNorm not in kinds_in(model)
 
 
 def test_the_search_holds_no_weights(model: Any) -> None:
@@ -347,7 +352,7 @@ def test_a_model_that_cannot_be_compared_is_as_before(
         with caplog.at_level(logging.WARNING):
             install(model, [change])
         assert "no number" in caplog.text
-    assert fused_rotary.HeldNorm not in kinds_in(model)
+    assert rotary_heads.HeldNorm not in kinds_in(model)
 
 
 def test_a_stored_choice_is_used_again(
@@ -361,6 +366,6 @@ def test_a_stored_choice_is_used_again(
         change = chosen(model, launch, Measurements.in_home(tmp_path, {}))
         assert len(change.layers) == len(model.layers)
         undo = install(model, [change])
-        assert fused_rotary.FusedRope in kinds_in(model)
+        assert rotary_heads.FusedRope in kinds_in(model)
         undo()
     assert chosen(model_of("llama"), launch, Measurements.in_home(tmp_path, {})) is None

@@ -20,15 +20,23 @@ from batchkv_worker.kv.backends.gpu import (
     rotary_chunks,
     rotary_layers,
 )
-from batchkv_worker.kv.backends.gpu.fused_rotary import FusedRope, FuseRotary
+from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears
+from batchkv_worker.kv.backends.gpu.fused_rotary import FuseRotary
 from batchkv_worker.kv.backends.gpu.rotary_chunks import are_faster
+from batchkv_worker.kv.backends.gpu.rotary_heads import FusedRope, in_use
 from batchkv_worker.kv.backends.gpu.rotary_layers import Names
-from batchkv_worker.kv.backends.measurements import Measurements
+from batchkv_worker.kv.backends.measurements import ROTARY_CHUNKS_AGREE, Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import Constant, Input, Run, View
 from batchkv_worker.kv.kernels.rotary import ROTARY
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
+from batchkv_worker.kv.layers.contract import Chunk
+from batchkv_worker.kv.layers.discover import discover
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.start.decision import Fixed
+from batchkv_worker.kv.start.plan import make_plan
+from worker.engine.test_device_faults import TIMEOUT
 from worker.kv.backends.test_fused_rotary import Other, backend_of
 from worker.kv.crowd import Crowd, model_of, random_prompt
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
@@ -83,7 +91,7 @@ def test_whole_engines_give_the_same_tokens(launch: CppLaunch, model: Any) -> No
     common = random_prompt(99, 520)
     prompts |= {f"behind {n}": common + random_prompt(n, 9 + 4 * n) for n in range(4)}
     crowd: Any = Crowd(model, path="folded", backend=backend_of(noting))
-    assert heads_in(model) and all(one.takes_chunks for one in heads_in(model))
+    assert in_use(model) == (len(model.layers), True)
     chunks.clear()
     found = crowd.answers(prompts)
     assert chunks and len(chunks) % (2 * len(model.layers)) == 0
@@ -91,7 +99,7 @@ def test_whole_engines_give_the_same_tokens(launch: CppLaunch, model: Any) -> No
     assert all(one._group._whole is None for one in heads_in(model))
     assert VALUE_PARTS._last is None
     plain: Any = Crowd(model, path="folded", backend=GenericBackend())
-    assert not heads_in(model)
+    assert in_use(model) == (0, False)
     assert found == plain.answers(prompts)
 
 
@@ -134,9 +142,10 @@ class ScalesChunks(Other):
 
 
 def test_chunks_that_differ_are_computed_as_before(
-    launch: CppLaunch, caplog: pytest.LogCaptureFixture
+    launch: CppLaunch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps still have the kernel."""
+    monkeypatch.setattr(fused_rotary, "OF_ATTENTION", 0)  # there is no product
     model = ScalesChunks(is_scaled=True)
     tokens = mx.array([[1, 2, 3]])
 
@@ -150,6 +159,110 @@ def test_chunks_that_differ_are_computed_as_before(
     (heads,) = heads_in(model)
     assert heads.num_fused and not heads.takes_chunks
     assert mx.array_equal(outputs(), before)
+
+
+class PlainChunks(ScalesChunks):
+    """Chunks do without the norms' and the positions' modules."""
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        if tokens.shape[1] == 1:
+            return super().__call__(tokens, cache)
+        x = self.table(tokens).reshape(*tokens.shape, 2, 32).transpose(0, 2, 1, 3)
+        cache[0].update_and_fetch(x, x)
+        return x.transpose(0, 2, 1, 3).reshape(*tokens.shape, -1)
+
+
+def test_a_model_whose_chunks_go_another_way_keeps_it(
+    launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That answers are the same says nothing if the kernel was not used."""
+    monkeypatch.setattr(fused_rotary, "OF_ATTENTION", 0)  # there is no product
+    model = PlainChunks(is_scaled=False)
+    install(model, [FuseRotary((("q_norm", "k_norm", "rope"),), launch, takes_chunks=True)])
+    assert in_use(model) == (1, False)
+
+
+FAULTS: dict[str, Exception | None] = {
+    "it differs behind the first chunk": None,
+    "it does not compile": RuntimeError("a word is missing"),
+    "the device fails": TIMEOUT,
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_what_goes_wrong_with_chunks_alone(what: str, launch: CppLaunch, model: Any) -> None:
+    """Steps keep the kernel. A fault of the device ends the start, which is tried again."""
+    fault = FAULTS[what]
+
+    def spoilt(body: Body, constants: tuple[Constant, ...]) -> Run:
+        run = launch(body, constants)
+
+        def spoil(inputs: Any, *rest: Any) -> Any:
+            if inputs[0].shape[1] == 1:
+                return run(inputs, *rest)
+            if fault is not None:
+                raise fault
+            return [one * (1.2 if inputs[-1][0].item() else 1) for one in run(inputs, *rest)]
+
+        return spoil
+
+    changes = [FuseLinears(GROUPS, 4), FuseRotary((LAYER,), spoilt, takes_chunks=True)]
+    if fault is TIMEOUT:
+        with pytest.raises(RuntimeError, match="GPU Timeout"):
+            install(model, changes)
+        return
+    install(model, changes)
+    assert in_use(model) == (1, False)
+
+
+def test_a_layer_that_cannot_be_timed_has_it_in_steps_alone(
+    launch: CppLaunch, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> bool:
+        raise ValueError("a shape does not fit")
+
+    monkeypatch.setattr(fused_rotary, "are_faster", fails)
+    change = fused_rotary.choose(model, 4, launch, Measurements(), GROUPS)
+    assert change is not None and not change.takes_chunks
+
+
+def test_without_a_joint_product_chunks_are_as_before(
+    launch: CppLaunch, model: Any, tmp_path: Path
+) -> None:
+    """Fusing the products may fail at one start, and not at the next: each is compared."""
+    kept = Measurements.in_home(tmp_path, {})
+    change = FuseRotary((LAYER,), launch, kept, takes_chunks=True)
+    undo = install(model, [change])
+    assert in_use(model) == (1, False)
+    undo()
+    install(model, [FuseLinears(GROUPS, 4), change])
+    assert in_use(model) == (1, True)
+    names = [name for name in kept.results() if name.startswith(ROTARY_CHUNKS_AGREE)]
+    assert names == [f"{ROTARY_CHUNKS_AGREE}, 1 of 1"]
+
+
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+def test_values_hold_no_queries_and_keys(scheme: str, launch: CppLaunch, model: Any) -> None:
+    """What a chunk leaves is as large as without the kernel: values are no part of more."""
+    backend = backend_of(launch)
+    fixed = Fixed("fused", 2048, 768)
+    held = []
+    for taken in (False, True):
+        plan = make_plan(
+            "x", model, discover("x", model), scheme, mx.float32, backend, slots=4, fixed=fixed
+        )
+        for one in heads_in(model):
+            one.take_chunks(taken)
+        group = PrefillRows(plan.backend, plan.kinds, 64, 64)
+        before = mx.get_active_memory()
+        group.begin(Chunk(0, 64))
+        model(mx.ones((4, 64), mx.int32), cache=plan.tree.nested(group.layers))
+        group.end()
+        mx.eval(group.arrays)
+        held.append(mx.get_active_memory() - before)
+        del group
+        plan.undo()
+    assert held[0] > 0 and held[1] < 1.1 * held[0]
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
@@ -196,7 +309,7 @@ def test_a_kernel_that_is_no_faster_or_differs_is_not_used(
 @pytest.mark.parametrize("offset", [7, mx.array([1, 50], mx.int32), mx.array([1, 50], mx.int64)])
 def test_chunks_at_any_positions(offset: Any, launch: CppLaunch, model: Any) -> None:
     """One for all rows, or one for each; what else there may be is left to MLX."""
-    install(model, [FuseRotary((LAYER,), launch, takes_chunks=True)])
+    install(model, [FuseLinears(GROUPS, 4), FuseRotary((LAYER,), launch, takes_chunks=True)])
     attention = model.layers[0].self_attn
     (heads,) = heads_in(model)
     x = mx.random.normal((2, 3, 4, attention.q_norm.weight.size))

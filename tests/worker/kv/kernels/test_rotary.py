@@ -9,6 +9,8 @@ import mlx.nn as nn
 import pytest
 
 from batchkv_worker.kv.backends.compare import difference
+from batchkv_worker.kv.kernels.body import Body
+from batchkv_worker.kv.kernels.launch import Constant, Run
 from batchkv_worker.kv.kernels.rotary import MOST_SIZE, ROTARY, RotaryKernel, Turn
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 
@@ -99,6 +101,21 @@ def test_planted_faults_are_seen(fault: int, folder: Path) -> None:
         wanted, found = both(PLAIN, CppLaunch(folder, FAULTS, planted), tokens=3)
         worst = max(map(difference, wanted, found))
         assert (worst <= MOST[mx.float32]) == (planted is None)
+
+
+def test_few_rows_of_many_tokens_have_a_kernel_of_their_own(folder: Path) -> None:
+    """Metal binds arrays of few numbers apart, as positions of few rows are."""
+    seen: list[int] = []
+
+    def noting(body: Body, constants: tuple[Constant, ...]) -> Run:
+        seen.append(int(dict(constants)["FEW_ROWS"]))  # type: ignore[call-overload]
+        return CppLaunch(folder)(body, constants)
+
+    kernel = RotaryKernel(noting)
+    for rows in (4, 9):
+        x, weight = mx.ones((rows, 5, 2, 64)), mx.ones((64,))
+        kernel(PLAIN, x, x, (weight, weight), mx.ones((32,)), mx.zeros((rows,), mx.int32))
+    assert seen == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,17 @@ from math import sqrt
 
 from batchkv_worker.sequence import Sequence
 
-LEAST_FREE = 16  # one slot of so many is free at least before others come in
+LEAST_FREE = 16  # one slot of so many is free before others come in, if a chunk has room for them
 MOST_OVERTAKEN = 32  # groups that may be formed before the group of the oldest row
 URGENT = 0.8  # of the steps left: rows wait for chunks, too, so a row with so many may end last
 EARLIER = 2  # pads, in tokens, that are accepted for each token by which a row is urgent
 
 
 def steps_left(waiting: Iterable[Sequence], num_decoding: int, num_slots: int) -> float:
-    """How many steps the waiting rows, and those that decode, need while no slot is free.
+    """How many steps these waiting rows, and those that decode, need while no slot is free.
 
-    ``num_decoding``: the tokens that rows in slots may still generate.
+    ``num_decoding``: the tokens that rows in slots may still generate. With more rows waiting than
+    are looked at, more steps are left, and fewer rows are urgent.
     """
     return (num_decoding + sum(row.num_remaining for row in waiting)) / num_slots
 

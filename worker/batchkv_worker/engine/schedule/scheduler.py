@@ -252,7 +252,9 @@ class Scheduler:
             return True
         if free < 1 or self._too_few == (free, waiting):  # as at the last step
             return False
-        window = list(islice(self._waiting, LOOKAHEAD))
+        window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
+        if not window:
+            return False
         row = next_row(window, self._steps_left(window))
         rows_in_chunk = self.chunk_tokens // max(1, row.num_prefill - self._num_cached(row))
         answer = self.output_lengths.mean or self._waiting[0].num_remaining
@@ -279,14 +281,13 @@ class Scheduler:
         rows: list[Sequence] = []
         width = 0
         for row in window:
-            if leaders.precede(row):
+            widest = max(width, row.num_prefill - cached)
+            if leaders.precede(row) or (rows and (len(rows) + 1) * widest > chunk):
                 continue
-            width = max(width, row.num_prefill - cached)
-            fits_chunk = not rows or (len(rows) + 1) * width <= chunk
-            room = len(rows) < free
-            if not (room and fits_chunk and self._fits_memory([*rows, row], points)):
+            if len(rows) == free or not self._fits_memory([*rows, row], points):
                 break
             rows.append(row)
+            width = widest
             leaders.add(row)
         self._is_short = is_live and not rows
         if not rows:

@@ -168,6 +168,10 @@ class Backend(Protocol):
         """
 
     @property
+    def copies_values(self) -> bool:
+        """Whether values of a chunk may be part of a larger array, which they would keep alive."""
+
+    @property
     def writes_rows_at_once(self) -> bool:
         """Whether rows that move are written with one operation, not with one for each row.
 

@@ -39,6 +39,7 @@ class GenericBackend:
     starts_each_layer: bool = False
     shares_partial: bool = True
     writes_rows_at_once: bool = False
+    copies_values: bool = False
     replays_steps: bool = False
     spreads_codes: bool = True
     usual_chunk: int = 1024

@@ -52,6 +52,8 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self.pacing: Pacing = UNPACED  # shared by all layers of a group
         self._layer, self._dequantized = layer, layer.dequantized
         self._scheme = layer.scheme
+        # Packed values are arrays of their own.
+        self._copies_values = layer.backend.copies_values and not layer.scheme.values.is_packed
         self._window = window
         self._dtype = layer.dtype
         self._kept = None if window is None else window - 1 + BLOCK_TOKENS
@@ -129,6 +131,8 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         start = self.offset - self.base
         end = start + keys.shape[-2]
         self._store(self._keys, self._scheme.keys.pack(keys), start, end)
+        if self._copies_values:
+            values = mx.contiguous(values)
         self._store(self._values, self._scheme.values.pack(values), start, end)
         self.offset += keys.shape[-2]
         self._is_unread = self._unread is not None and self.attend is not None

@@ -1,11 +1,14 @@
-"""Chooses the backend for this machine."""
+"""Chooses the backend for this machine, and tells what it has changed in a model."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
+from batchkv_worker.kv.backends.gpu import rotary_heads
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
 
@@ -19,3 +22,8 @@ def choose_backend(measurements: Measurements | None = None) -> Backend:
     if kind == "cpu":
         return CpuBackend(measurements=kept)
     return CudaBackend(measurements=kept) if kind == "cuda" else MetalBackend(measurements=kept)
+
+
+def rotary_in_use(model: Any) -> tuple[int, bool]:
+    """How many layers have norms and positions by one kernel, and whether chunks have it, too."""
+    return rotary_heads.in_use(model)

@@ -27,6 +27,7 @@ class GpuBackend(GenericBackend):
     name: str = "gpu"
     history_multiple: int = 1024
     writes_rows_at_once: bool = True
+    copies_values: bool = True
     replays_steps: bool = True
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,14 +24,13 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.compare import are_close
 from batchkv_worker.kv.backends.contract import Undo
-from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup, Groups, folder_of, group_in
+from batchkv_worker.kv.backends.gpu.fused_linear import Groups, folder_of, group_in
 from batchkv_worker.kv.backends.gpu.rotary_chunks import are_faster
+from batchkv_worker.kv.backends.gpu.rotary_heads import FusedRope, Heads, HeldNorm
 from batchkv_worker.kv.backends.gpu.rotary_layers import (
     OF_ATTENTION,
     Names,
     faster_layers,
-    frequencies_of,
-    turn_of,
 )
 from batchkv_worker.kv.backends.measurements import (
     ROTARY_AGREES,
@@ -45,8 +43,8 @@ from batchkv_worker.kv.backends.measurements import (
     Measurements,
 )
 from batchkv_worker.kv.backends.rebind import swap_class, undo_all
-from batchkv_worker.kv.kernels.launch import Input, Launch, View
-from batchkv_worker.kv.kernels.rotary import MOST_TOKENS, RotaryKernel
+from batchkv_worker.kv.kernels.launch import Launch, View
+from batchkv_worker.kv.kernels.rotary import RotaryKernel
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 
 log = logging.getLogger("batchkv.engine")
@@ -55,125 +53,6 @@ _TOKENS = ((1, 3, 2, 1), (2, 0, 1, 3))  # of two rows, one after the other
 
 # A model may take its cache for another than the comparison's, and fail in any of these ways.
 _FAULTS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
-
-
-class _Heads:
-    """The queries and keys of one layer, between its norms and its positions.
-
-    ``group``: the fused layers that computed them, queries first and then keys, if there are any.
-    Then both are parts of one array, and so the kernel reads them. ``gives_values``: the values
-    that come with the keys are its last part; ``may_give_values``: so they may be.
-    ``takes_chunks``: the kernel computes those of several tokens a row, too.
-    """
-
-    def __init__(
-        self,
-        norms: tuple[Any, Any],
-        rope: Any,
-        kernel: RotaryKernel,
-        group: FusedGroup | None = None,
-    ) -> None:
-        self._norms, self._kernel, self._group = norms, kernel, group
-        self.may_give_values = self.gives_values = self.takes_chunks = False
-        self._turn = turn_of(norms, rope)
-        self._frequencies = frequencies_of(rope)
-        self._given: list[mx.array | None] = [None, None]
-        self._turned: mx.array | None = None  # the keys
-        self.num_fused = 0  # steps, or traces of them
-        self.num_chunks = 0
-
-    def hold(self, place: int, x: mx.array) -> bool:
-        """Whether the norm ``place`` leaves ``x`` ``[rows, tokens, heads, size]`` to the kernel."""
-        if place == 0:
-            self._given, self._turned = [None, None], None
-        has_tokens = x.ndim == 4 and (x.shape[1] == 1 or self.takes_chunks)
-        is_step = has_tokens and bool(x.dtype == self._norms[place].weight.dtype)
-        if place == 1 and self._given[0] is None:
-            return False  # else the queries' positions would take the keys for their own
-        self._given[place] = x if is_step else None
-        return is_step
-
-    def take_chunks(self, taken: bool) -> None:
-        """Whether the kernel, and the product of the fused layers, is used for chunks, too."""
-        self.takes_chunks = taken
-        if self._group is not None:
-            self._group.takes_chunks = taken
-
-    def turn(self, x: mx.array, offset: Any) -> tuple[mx.array, mx.array | None]:
-        """The result for ``x`` ``[rows, heads, tokens, size]``, or what to turn, and None."""
-        if self._turned is not None:
-            turned, self._turned = self._turned, None
-            return x, turned
-        queries, keys = self._given
-        if queries is None and keys is None:
-            return x, None
-        if queries is not None and keys is not None and _is_step(x, queries, keys, offset):
-            self._given = [None, None]
-            weights = self._norms[0].weight, self._norms[1].weight
-            given = self._read(queries, keys)
-            offsets = _places(x.shape[0], offset) if isinstance(offset, int) else offset
-            what = *given, weights, self._frequencies, offsets
-            found, self._turned = self._kernel(self._turn, *what)
-            is_chunk = x.shape[2] > 1
-            self.num_fused += not is_chunk
-            self.num_chunks += is_chunk
-            if self.gives_values and isinstance(given[1], View) and not is_chunk:
-                start = given[1].start + keys.shape[2] * keys.shape[3]
-                VALUE_PARTS.note(self._turned, given[1].whole, start)
-            return x, found
-        place = 0 if queries is not None else 1
-        self._given[place] = None
-        norm = self._norms[place]
-        return mx.fast.rms_norm(x, norm.weight, norm.eps), None
-
-    def _read(self, queries: mx.array, keys: mx.array) -> tuple[Input, Input]:
-        """Both, as parts of what the fused layers computed, if they are."""
-        whole = None if self._group is None else self._group.take_whole()
-        if whole is None or self._group is None or whole.dtype != queries.dtype:
-            return queries, keys
-        rows, tokens, _, size = queries.shape
-        step = whole.shape[-1]
-        ends = tuple(accumulate(one.shape[2] * size for one in (queries, keys)))
-        if whole.shape != (rows, tokens, step) or ends != (*self._group.ends, step)[:2]:
-            return queries, keys
-        strides = tokens * step, step, size, 1
-        return View(queries, whole, 0, strides), View(keys, whole, ends[0], strides)
-
-
-def _is_step(x: mx.array, queries: mx.array, keys: mx.array, offset: Any) -> bool:
-    """Whether this is a decode step, with one position for each row, or a chunk."""
-    rows, tokens, heads, size = queries.shape
-    is_chunk = type(offset) is int and 1 < tokens <= MOST_TOKENS
-    is_row_each = isinstance(offset, mx.array) and offset.shape == (rows,)
-    has_places = is_chunk or (is_row_each and offset.dtype == mx.int32)
-    shapes = x.shape == (rows, heads, tokens, size) and keys.shape[:2] == (rows, tokens)
-    return shapes and has_places and bool(keys.dtype == queries.dtype)
-
-
-@lru_cache(maxsize=8)
-def _places(rows: int, position: int) -> mx.array:
-    """The position of each row's first token; the same array for all layers of a chunk."""
-    return mx.array([position] * rows, mx.int32)
-
-
-class HeldNorm(nn.RMSNorm):  # type: ignore[misc]  # MLX has no types
-    """A norm of ``_heads``, and its ``_place`` there: 0 for queries, 1 for keys."""
-
-    _heads: _Heads
-    _place: int
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return x if self._heads.hold(self._place, x) else super().__call__(x)
-
-
-class FusedRope(nn.RoPE):  # type: ignore[misc]
-    """The positions of ``_heads``."""
-
-    _heads: _Heads
-
-    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        x, found = self._heads.turn(x, offset)
-        return super().__call__(x, offset) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -202,11 +81,10 @@ class FuseRotary:
             return are_close(before, after) and all(one.num_fused for one in heads)
 
         is_right = False
-        modules = dict(model.named_modules())
-        num_joint = sum(group_in(modules, folder_of(one[0])) is not None for one in self.layers)
-        name = f"{ROTARY_AGREES}, {num_joint} of {len(self.layers)}"
         try:
-            is_right = self.measurements.of(name, agrees, YES_OR_NO)
+            is_right = self.measurements.of(
+                f"{ROTARY_AGREES}, {self._joint_of(model)}", agrees, YES_OR_NO
+            )
             if is_right and len(done) == 1:  # by a stored result
                 self._fuse(model, done)
             if is_right:
@@ -228,6 +106,12 @@ class FuseRotary:
             return undo_all([])
         log.info("%d layers have norms and positions by one kernel", len(self.layers))
         return undo
+
+    def _joint_of(self, model: Any) -> str:
+        """In how many layers fused layers give queries and keys: answers are kept for that."""
+        modules = dict(model.named_modules())
+        num_joint = sum(group_in(modules, folder_of(one[0])) is not None for one in self.layers)
+        return f"{num_joint} of {len(self.layers)}"
 
     def _give_values(self, model: Any) -> None:
         """If values come to caches as the fused layers gave them, tell where these are.
@@ -269,9 +153,11 @@ class FuseRotary:
 
         is_right = False
         try:
-            how = ROTARY_CHUNKS_AGREE, agree, YES_OR_NO
-            is_right = self.takes_chunks and self.measurements.of(*how)
-            if is_right != self.takes_chunks:
+            # That they are faster was timed with a product for queries, keys and values.
+            may_be = self.takes_chunks and all(one.may_give_values for one in heads)
+            name = f"{ROTARY_CHUNKS_AGREE}, {self._joint_of(model)}"
+            is_right = may_be and self.measurements.of(name, agree, YES_OR_NO)
+            if is_right != may_be:
                 log.warning("one kernel for norms and positions of chunks does not agree: not used")
         except _FAULTS as fault:
             if is_device_fault(fault):
@@ -281,13 +167,13 @@ class FuseRotary:
             for one in heads:
                 one.take_chunks(is_right)
 
-    def _fuse(self, model: Any, done: list[Undo]) -> list[_Heads]:
+    def _fuse(self, model: Any, done: list[Undo]) -> list[Heads]:
         modules = dict(model.named_modules())
         kernel, found = RotaryKernel(self.launch), []
         for query, key, rope in self.layers:
             norms = modules[query], modules[key]
             group, count = group_in(modules, folder_of(query)) or (None, 0)
-            heads = _Heads(norms, modules[rope], kernel, group)
+            heads = Heads(norms, modules[rope], kernel, group)
             heads.may_give_values = count == OF_ATTENTION
             if group is not None:
                 group.keeps_whole = True
