@@ -391,12 +391,16 @@ def test_two_writers_are_not_let_in(out: Path) -> None:
 
 def test_lock_is_not_inherited_by_children(out: Path) -> None:
     """A worker started meanwhile does not keep OUT locked after the run."""
+    command = [sys.executable, "-c", "print('begun', flush=True); input()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with open_results(out, BATCH):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE,
-                                 close_fds=False)  # fmt: skip
-    with out.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    child.communicate(b"\n")
+        child = subprocess.Popen(command, close_fds=False, **pipes)
+    with child:
+        assert child.stdout is not None
+        child.stdout.readline()  # a new program has begun: what it does not inherit is closed
+        with out.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        child.communicate(b"\n")
 
 
 def replace_by_copy(path: Path) -> None:
