@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchkv_producer.order.prefix_order import TOKENS_PER_GENERATED
+from batchkv_worker.bench.workloads import lognormal
 from batchkv_worker.engine.engine import CHUNKS_PER_STEP
 from batchkv_worker.engine.live import CHUNKS_BESIDE
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
@@ -114,14 +115,10 @@ class Replay:
                 del self.rows[slot]
 
 
-def _lognormal(rng: random.Random, median: int, sigma: float, low: int, high: int) -> int:
-    return max(low, min(high, round(median * rng.lognormvariate(0, sigma))))
-
-
 def mixed(rng: random.Random, rows: int) -> list[Lengths]:
     """Prompts around 128 tokens (8 to 1,024), answers around 48 (4 to 256)."""
-    lengths = [_lognormal(rng, 128, 1.0, 8, 1024) for _ in range(rows)]
-    return [(length, _lognormal(rng, 48, 0.8, 4, 256)) for length in lengths]
+    lengths = [lognormal(rng, 128, 1.0, 8, 1024) for _ in range(rows)]
+    return [(length, lognormal(rng, 48, 0.8, 4, 256)) for length in lengths]
 
 
 def few_shot(rng: random.Random, rows: int) -> list[Lengths]:
@@ -131,7 +128,7 @@ def few_shot(rng: random.Random, rows: int) -> list[Lengths]:
 
 def long_prompts(rng: random.Random, rows: int) -> list[Lengths]:
     """Prompts of 1,200 to 1,450 tokens, which fill a chunk alone, and answers of up to 128."""
-    return [(rng.randint(1200, 1450), _lognormal(rng, 90, 0.5, 8, 128)) for _ in range(rows)]
+    return [(rng.randint(1200, 1450), lognormal(rng, 90, 0.5, 8, 128)) for _ in range(rows)]
 
 
 BATCHES: dict[str, Callable[[random.Random, int], list[Lengths]]] = {

@@ -45,8 +45,8 @@ def equal(rows: int, rng: random.Random, vocabulary: int = VOCABULARY) -> Worklo
 def mixed(rows: int, rng: random.Random, vocabulary: int = VOCABULARY) -> Workload:
     """Lognormal lengths: prompts around 128 (8 to 1,024), answers around 48 (4 to 256)."""
     draw = partial(_tokens, rng, vocabulary)
-    prompts = [draw(_lognormal(rng, 128, 1.0, 8, 1024)) for _ in range(rows)]
-    return Workload("mixed", prompts, [_lognormal(rng, 48, 0.8, 4, 256) for _ in range(rows)])
+    prompts = [draw(lognormal(rng, 128, 1.0, 8, 1024)) for _ in range(rows)]
+    return Workload("mixed", prompts, [lognormal(rng, 48, 0.8, 4, 256) for _ in range(rows)])
 
 
 def shared(rows: int, rng: random.Random, vocabulary: int = VOCABULARY) -> Workload:
@@ -93,5 +93,6 @@ def _tokens(rng: random.Random, vocabulary: int, count: int) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(count)]
 
 
-def _lognormal(rng: random.Random, median: int, sigma: float, low: int, high: int) -> int:
+def lognormal(rng: random.Random, median: int, sigma: float, low: int, high: int) -> int:
+    """A length in tokens, around ``median``, from ``low`` to ``high``."""
     return max(low, min(high, round(median * rng.lognormvariate(0, sigma))))

@@ -31,7 +31,7 @@ class CudaBackend(GpuBackend):
     rows_multiple: int = 8
     shares_partial: bool = False  # chunks of more rows took longer on an H100
     usual_chunk: int = 2048
-    largest_chunk: int = 4096  # a slow host starts a chunk of 2,048 later than an H100 ends it
+    largest_chunk: int = 4096  # a slow host may launch 2,048 later than an H100 ends them
     chunk_steps: float = 2.0  # the host starts twice as many kernels for one as for a step
 
     def attention(

@@ -1,7 +1,7 @@
 """Whether chunks of prompts are faster with one kernel for norms and positions.
 
-A chunk's products take the device longer than a step's, but its host starts as many kernels, and
-waits for none of them. So what counts is the time from building a layer's part to its results.
+The graph of a step is replayed, and that of a chunk is built anew. So what counts is the time from
+building a layer's part to its results.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _TIMES = 8  # layers that are timed together
 def are_faster(model: Any, layers: Sequence[Names], groups: Groups, launch: Launch) -> bool:
     """Whether chunks are faster with the kernel in the first of these ``layers``, and the same.
 
-    All of them are measured by the first one. Where one product gives its queries, keys and values,
-    that product is part of the comparison.
+    All of them are measured by the first one. The product that gives its queries, keys and values
+    is part of the comparison; without such a product, chunks are left as they are.
     """
     modules = dict(model.named_modules())
     query, key, rope = layers[0]
@@ -46,14 +46,11 @@ def are_faster(model: Any, layers: Sequence[Names], groups: Groups, launch: Laun
     linears = next(
         (one for one in groups if len(one) == OF_ATTENTION and folder_of(one[0]) == attention), None
     )
-    part = _Part(
-        (modules[query], modules[key]),
-        modules[rope],
-        [modules[name] for name in linears] if linears is not None else [],
-    )
-    if not part.linears:
+    if linears is None:
         log.debug("chunks: no product gives queries and keys of %s", attention)
         return False
+    norms = modules[query], modules[key]
+    part = _Part(norms, modules[rope], [modules[name] for name in linears])
     apart, at_once = part.apart, part.at_once_by(RotaryKernel(launch))
     won = gain(apart, at_once, times=_TIMES)
     log.debug("chunks: norms and positions are %.2f times as fast by one kernel", won)
@@ -65,8 +62,6 @@ class _Part:
 
     def __init__(self, norms: tuple[Any, Any], rope: Any, linears: Sequence[Any]) -> None:
         self.norms, self.rope, self.linears = norms, rope, linears
-        if not linears:
-            return
         first = linears[0]
         dtype = norms[0].weight.dtype
         self._size = int(norms[0].weight.size)
