@@ -141,7 +141,7 @@ def test_a_worker_that_starts_on_battery_takes_nothing(
     batch = submit(redis_connection, ["a"] * 3)
     with polite_worker(redis_url, mac, 30, *OWN) as worker:
         wait_until(lambda: doing(redis_connection) == ["paused: on battery"])
-        assert "the engine is ready" in worker.said
+        wait_until(lambda: "the engine is ready" in worker.said)
         assert counts_of(redis_connection, batch)["running"] == 0
         worker.process.send_signal(signal.SIGTERM)
         assert worker.wait() == 0
