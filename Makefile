@@ -34,7 +34,7 @@ demo: $(DEV_STAMP) ## Answer the quickstart's prompts on this machine, from an e
 	@sh tools/demo.sh '$(VENV)/bin/batchkv' $(ARGS)
 
 test: $(DEV_STAMP) ## Run the whole suite against a real server (ARGS='tests/producer -k name')
-	$(PYTHON) -m pytest -n '$(TESTERS)' --dist loadfile $(ARGS)
+	$(PYTHON) tools/run_tests.py -n '$(TESTERS)' --dist loadfile $(ARGS)
 
 page: $(DEV_STAMP) ## The gateway's page in Chromium, with pictures in build/page (needs Chromium and npm)
 	BATCHKV_PAGE=all $(PYTHON) -m pytest -s -n 0 tests/page tests/gateway/page $(ARGS)
