@@ -1,6 +1,6 @@
 """The host's part of a decode step and of a prompt's chunk: Python, primitives, launches.
 
-    python tests/benchmarks/bench_host.py [--quick] [--only PART] [--json FILE]
+    python tests/benchmarks/bench_host.py [--quick] [--only PART] [--apart] [--json FILE]
 
 A GPU's host builds a graph for each step and starts its kernels. Here graphs are built and never
 computed, for a model of 36 layers with the heads of Qwen3-4B and tiny widths, on a backend that
@@ -8,6 +8,8 @@ chooses shapes as CUDA does. So the table has the host's time alone, and needs n
 
 ``decode``   a step of 32 rows of unequal length
 ``shared``   the same after a shared prefix
+``first``    the only chunk of four prompts
+``behind``   the same after a prefix that they share
 ``chunk``    a chunk of four prompts that have history
 ``insert``   four computed prompts of unequal length enter slots
 ``gaps``     16 of 64 rows go to free slots below them, with the waits for the device
@@ -46,12 +48,18 @@ from mlx_lm.models import qwen3  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from batchkv_worker.kv.backends.contract import Change, Pacing, RecordKernels  # noqa: E402
+from batchkv_worker.kv.backends.contract import (  # noqa: E402
+    Change,
+    ChunkKernels,
+    Pacing,
+    RecordKernels,
+)
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_rotary import FuseRotary  # noqa: E402
 from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
 from batchkv_worker.kv.kernels.body import Body  # noqa: E402
+from batchkv_worker.kv.kernels.chunk import ChunkKernel  # noqa: E402
 from batchkv_worker.kv.kernels.decode import DecodeKernels  # noqa: E402
 from batchkv_worker.kv.kernels.launch import (  # noqa: E402
     Constant,
@@ -62,8 +70,9 @@ from batchkv_worker.kv.kernels.launch import (  # noqa: E402
     arrays_of,
 )
 from batchkv_worker.kv.kernels.layout import RecordLayout  # noqa: E402
-from batchkv_worker.kv.kernels.plain import PlainKernels, plain_rotary  # noqa: E402
+from batchkv_worker.kv.kernels.plain import PlainChunks, PlainKernels, plain_rotary  # noqa: E402
 from batchkv_worker.kv.layers import step_graphs  # noqa: E402
+from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill  # noqa: E402
 from batchkv_worker.kv.layers.contract import Chunk  # noqa: E402
 from batchkv_worker.kv.layers.discover import discover  # noqa: E402
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows  # noqa: E402
@@ -71,10 +80,10 @@ from batchkv_worker.kv.schemes.packing import LayerScheme  # noqa: E402
 from batchkv_worker.kv.slots.changes import Arrival, Arrivals, Demand  # noqa: E402
 from batchkv_worker.kv.start.decision import Fixed  # noqa: E402
 from batchkv_worker.kv.start.plan import KvPlan, make_plan  # noqa: E402
-from batchkv_worker.kv.types import Pieces  # noqa: E402
+from batchkv_worker.kv.types import PackedKV, Pieces  # noqa: E402
 
 SCHEMES = ("float", "affine8", "turbo4", "float kernel", "affine8 kernel")
-PARTS = ("decode", "shared", "chunk", "insert", "gaps")
+PARTS = ("decode", "shared", "first", "behind", "chunk", "insert", "gaps")
 LAYERS, ROWS, PROMPTS = 36, 32, 4
 ROWS_WITH_GAPS = 64
 PREFIX, OWN, CHUNK = 64, 32, 32  # tokens
@@ -101,6 +110,12 @@ class HostBackend(CudaBackend):
 
     def pacing(self) -> Pacing:
         return UNPACED
+
+    def chunk_kernels(self, scheme: LayerScheme, dtype: mx.Dtype) -> ChunkKernels | None:
+        try:
+            return HostChunks(scheme, dtype)
+        except ValueError:
+            return None
 
     def record_kernels(self, scheme: LayerScheme, lines: int, dtype: mx.Dtype) -> RecordKernels:
         return HostKernels(RecordLayout.of(scheme, dtype), lines)
@@ -131,6 +146,21 @@ class HostKernels:
     def pack(self, keys: mx.array, values: mx.array) -> mx.array:
         kernels = self._plain if HostKernels.graph is None else self._kernels
         return kernels.pack(keys, values)
+
+
+class HostChunks:
+    """The same for chunks of prompts."""
+
+    def __init__(self, scheme: LayerScheme, dtype: mx.Dtype) -> None:
+        """ValueError where there is no kernel for such a layer."""
+        self._kernel = ChunkKernel.of(RecordLayout.of(scheme, dtype), _launch)
+        self._plain = PlainChunks(scheme, dtype)
+
+    def pack(self, *args: Any) -> PackedKV:
+        return (self._plain if HostKernels.graph is None else self._kernel).pack(*args)
+
+    def pack_and_give(self, *args: Any) -> tuple[PackedKV, tuple[mx.array, mx.array]]:
+        return (self._plain if HostKernels.graph is None else self._kernel).pack_and_give(*args)
 
 
 def _launch(body: Body, constants: tuple[Constant, ...]) -> Run:
@@ -397,15 +427,35 @@ def decode_cost(model: Any, plan: KvPlan, count: int, *, shares: bool, replays: 
 
 def chunk_cost(model: Any, plan: KvPlan, count: int) -> Cost:
     """The second of three chunks of ``PROMPTS`` prompts."""
-    group = prompts_of(model, plan, PROMPTS, CHUNK, 3 * CHUNK)
+    return chunk_of(model, plan, prompts_of(model, plan, PROMPTS, CHUNK, 3 * CHUNK), CHUNK, count)
+
+
+def first_cost(model: Any, plan: KvPlan, count: int) -> Cost:
+    """The only chunk of ``PROMPTS`` prompts."""
+    return chunk_of(model, plan, PrefillRows(plan.backend, plan.kinds, CHUNK, CHUNK), 0, count)
+
+
+def behind_cost(model: Any, plan: KvPlan, count: int) -> Cost:
+    """The only chunk of ``PROMPTS`` prompts after a prefix that they share."""
+    before = prompts_of(model, plan, 1, PREFIX, PREFIX)
+    group = PrefillRows(plan.backend, plan.kinds, PREFIX + CHUNK, CHUNK)
+    for layer, other in zip(group.layers, before.layers, strict=True):
+        assert isinstance(layer, AttentionPrefill) and isinstance(other, AttentionPrefill)
+        layer.share([layer._scheme.split(other.block(0, 0, PREFIX))], PREFIX)
+    return chunk_of(model, plan, group, PREFIX, count)
+
+
+def chunk_of(model: Any, plan: KvPlan, group: PrefillRows, start: int, count: int) -> Cost:
+    """A chunk whose logits are wanted if it is the only one."""
+    is_only = group.capacity == start + CHUNK
     tokens = mx.ones((PROMPTS, CHUNK), mx.int32)
     mx.eval(tokens)
 
     def build() -> list[mx.array]:
-        group.begin(Chunk(CHUNK, CHUNK))
-        model(tokens, cache=plan.tree.nested(group.layers))
+        group.begin(Chunk(start, CHUNK))
+        logits = model(tokens, cache=plan.tree.nested(group.layers))
         group.end()
-        return group.arrays
+        return [*([logits] if is_only else []), *group.arrays]
 
     return measured(build, _kept(group.layers), count)
 
@@ -473,13 +523,20 @@ def show(part: str, found: dict[str, Cost]) -> None:
         print(f"  {kind:26}{counts}")
 
 
-ONCE = {"chunk": chunk_cost, "insert": insert_cost, "gaps": gaps_cost}
+ONCE = {
+    "first": first_cost,
+    "behind": behind_cost,
+    "chunk": chunk_cost,
+    "insert": insert_cost,
+    "gaps": gaps_cost,
+}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--scheme", action="append", help="may be repeated")
+    parser.add_argument("--apart", action="store_true", help="no kernel packs chunks")
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--json", type=Path)
@@ -497,7 +554,7 @@ def main() -> None:
     found: dict[str, dict[str, Cost]] = {part: {} for part in parts}
     for scheme in args.scheme or SCHEMES:
         name, _, kernel = scheme.partition(" ")
-        fixed = Fixed("kernel" if kernel else "fused", 2048, 768)
+        fixed = Fixed("kernel" if kernel else "fused", 2048, 768, chunks=not args.apart)
         plan = make_plan(
             "bench", model, tree, name, mx.bfloat16, HostBackend(), slots=ROWS, fixed=fixed
         )

@@ -54,7 +54,8 @@ class Tuning:
 
     ``chunks`` has tokens a second by size, empty if not measured. ``num_fused`` groups of linear
     layers are multiplied at once, and ``num_rotary`` layers have norms and positions by one kernel:
-    in chunks of prompts, too, with ``rotary_in_chunks``.
+    in chunks of prompts, too, with ``rotary_in_chunks``. In ``num_packed`` layers one kernel packs
+    the keys and values of chunks.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Tuning:
     num_fused: int
     num_rotary: int
     rotary_in_chunks: bool
+    num_packed: int
     shares_prefixes: bool
     kept_in: str | None
 
@@ -100,6 +102,7 @@ def tuning_of(engine: Engine) -> Tuning:
         num_fused=len(groups),
         num_rotary=num_rotary,
         rotary_in_chunks=rotary_in_chunks,
+        num_packed=plan.num_packed,
         shares_prefixes=plan.shares,
         kept_in=str(file) if file is not None and file.exists() else None,
     )

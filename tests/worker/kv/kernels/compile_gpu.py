@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import Body, source_text
+from batchkv_worker.kv.kernels.chunk import ChunkKernel
 from batchkv_worker.kv.kernels.cuda_program import Given, program_of
 from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.launch import Constant, Input, Output, Run, Size, arrays_of, defined
@@ -80,6 +81,7 @@ def runs_of(case: Case, *, matrices: bool) -> list[Made]:
     kernels.pack(token, mx.zeros((1, 2, 1, case.value_size), case.dtype))
     places = mx.zeros((2, 4), mx.int32)
     kernels.place_rows(places, *case.layout.split(sample.records), 1, 16)
+    _run_chunks(launch, case)
     DrawKernel(launch)(mx.zeros((2, 1000)), mx.zeros((2, 5)))
     heads = mx.zeros((2, 1, 4, case.key_size), case.dtype)
     weights = heads[0, 0, 0], heads[0, 0, 1]
@@ -87,6 +89,21 @@ def runs_of(case: Case, *, matrices: bool) -> list[Made]:
     what = weights, mx.zeros((case.key_size // 4,)), mx.zeros((2,), mx.int32)
     RotaryKernel(launch)(turn, heads, heads[:, :, :2], *what)
     return list({run[0].name: run for run in launch.runs}.values())
+
+
+def _run_chunks(launch: Recorded, case: Case) -> None:
+    """The kernels that pack a chunk's tokens, if there are any for the scheme."""
+    try:
+        kernel = ChunkKernel.of(case.layout, launch)
+    except ValueError:
+        return
+    keys, values = (
+        mx.zeros((2, 2, 16, size), case.dtype) for size in (case.key_size, case.value_size)
+    )
+    prefix = case.scheme.keys.pack(keys[:1]), case.scheme.values.pack(values[:1])
+    kernel.pack(keys, values)
+    for before in (None, prefix):
+        kernel.pack_and_give(keys, values, before, 2, 16)
 
 
 def arguments(
@@ -184,7 +201,11 @@ def compile_nvrtc(
     """Compiles the program of a kernel whose code is kept; ValueError with what was said."""
     compiler = find_compiler()
     assert compiler is not None
-    views = ("queries", "keys", "records") if body.name == "batchkv_rotary" else ()
+    views: tuple[str, ...] = ()
+    if body.name == "batchkv_rotary":
+        views = "queries", "keys", "records"
+    elif body.name.startswith("batchkv_chunk"):
+        views = ("values",)
     given = [
         Given(one.dtype, one.ndim, name in views)
         for name, one in zip(body.inputs, inputs, strict=True)

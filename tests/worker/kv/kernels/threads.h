@@ -45,10 +45,13 @@ static inline float ceil(float number) { return ceilf(number); }
 #define EXP2(number) exp2f(number)
 #define LOG2(number) log2f(number)
 #define ROOT(number) sqrtf(number)
+#define GIVEN_BACK(T, scale, code, bias) \
+  static_cast<T>(float(static_cast<T>(float(scale) * float(code))) + float(bias))
 #define SINE_COSINE(number, sine, cosine) (sine = sinf(number), cosine = cosf(number))
 #define AS_FLOAT(bits) as<float>(uint32_t(bits))
 #define AS_UINT(number) as<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as<type>(uint16_t(bits))
+#define TO_BITS(type, number) as<uint16_t>(static_cast<type>(number))
 #define LOWER(type, word) float(FROM_BITS(type, word))
 #define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
 #define ADD_ONE(counter) ((*(counter))++)

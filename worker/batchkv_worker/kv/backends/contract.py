@@ -16,7 +16,7 @@ from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.launch import Input
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.types import Parts
+from batchkv_worker.kv.types import PackedKV, Parts
 
 Undo = Callable[[], None]
 
@@ -114,6 +114,26 @@ class RecordKernels(Protocol):
         """Records ``[rows, kv heads, 1, words]`` of ``[rows, kv heads, 1, size]``.
 
         Keys and values are in the basis of storage. Bits are those that the schemes pack.
+        """
+
+
+class ChunkKernels(Protocol):
+    """Kernels for the keys and values of a chunk of prompts, in the basis of storage.
+
+    ``keys`` and ``values`` are ``[rows, kv heads, tokens, size]``. The parts have the bits that the
+    schemes pack.
+    """
+
+    def pack(self, keys: mx.array, values: Input) -> PackedKV:
+        """The parts of both."""
+
+    def pack_and_give(
+        self, keys: mx.array, values: Input, prefix: PackedKV | None, rows: int, tokens: int
+    ) -> tuple[PackedKV, tuple[mx.array, mx.array]]:
+        """The parts, and the dense numbers that the schemes give back, ``[rows, kv heads, ...]``.
+
+        Columns are those of the ``prefix`` (parts of one row), then ``tokens``. Rows and tokens
+        that are not given are zeros.
         """
 
 
@@ -234,6 +254,13 @@ class Backend(Protocol):
         causal.
         """
 
+    def padded_chunk(self, rows: int, length: int, columns: int, numbers: int) -> tuple[int, int]:
+        """The rows to which ``attention`` pads a chunk, and how many tokens it adds to each.
+
+        ``length`` tokens of each row attend to ``columns`` under a causal mask; ``numbers`` are
+        those of a column's keys.
+        """
+
     def pacing(self) -> Pacing:
         """For one group of prompts, shared by all of its layers."""
 
@@ -253,3 +280,6 @@ class Backend(Protocol):
 
         ``lines``: query heads a KV head. None of them is compiled yet.
         """
+
+    def chunk_kernels(self, scheme: LayerScheme, dtype: mx.Dtype) -> ChunkKernels | None:
+        """The kernels that pack chunks of prompts, if there are any. None is compiled yet."""

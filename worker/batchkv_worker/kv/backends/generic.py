@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import (
     Change,
+    ChunkKernels,
     DrawKernel,
     Pacing,
     RecordKernels,
@@ -72,6 +73,9 @@ class GenericBackend:
         attention = mx.fast.scaled_dot_product_attention
         return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
+    def padded_chunk(self, rows: int, length: int, columns: int, numbers: int) -> tuple[int, int]:
+        return rows, 0
+
     def pacing(self) -> Pacing:
         return UNPACED
 
@@ -87,4 +91,7 @@ class GenericBackend:
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
     ) -> RecordKernels | None:
+        return None
+
+    def chunk_kernels(self, scheme: LayerScheme, dtype: mx.Dtype) -> ChunkKernels | None:
         return None

@@ -75,6 +75,27 @@ def included(name: str) -> str:
 
 PACK = Body("batchkv_pack", ("pack",), ("keys", "values"), ("records",), ("packing",))
 
+_PARTS = ("codes", "scales", "biases")  # of affine keys or values
+_KEY_PARTS, _VALUE_PARTS = (tuple(f"{name}_{part}" for part in _PARTS) for name in ("key", "value"))
+
+
+@cache
+def chunk_body(*, dense: bool, behind: bool) -> Body:
+    """Parts of a chunk's affine keys and values. ``dense``: also the numbers that they give back.
+
+    ``behind``: those of a shared prefix before them.
+    """
+    flags = ("DENSE", dense), ("BEHIND", behind)
+    parts = *_KEY_PARTS, *_VALUE_PARTS
+    return Body(
+        _named("batchkv_chunk", flags),
+        ("chunk",),
+        ("keys", "values", *(f"old_{part}" for part in parts if behind)),
+        (*parts, *(("dense_keys", "dense_values") if dense else ())),
+        ("packing", "giving"),
+        _numbers(flags),
+    )
+
 
 @cache
 def splits_body(

@@ -15,7 +15,8 @@ from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.launch import Constant, Input, Output, Run, Size, arrays_of
 from batchkv_worker.kv.kernels.layout import RecordLayout
-from batchkv_worker.kv.types import Parts
+from batchkv_worker.kv.schemes.packing import LayerScheme
+from batchkv_worker.kv.types import PackedKV, Parts
 
 LOWEST = float(mx.finfo(mx.float32).min)  # the score of rows that see nothing
 
@@ -118,6 +119,38 @@ class PlainKernels:
         for row, (place, low, high, shift) in enumerate(places.tolist()[:count]):
             found[row, :, low:high] = whole[place, :, low + shift : high + shift]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlainChunks:
+    """Implements ``ChunkKernels`` for any scheme; dense numbers have ``dtype``."""
+
+    scheme: LayerScheme
+    dtype: mx.Dtype
+
+    def pack(self, keys: mx.array, values: Input) -> PackedKV:
+        """As ``ChunkKernel.pack``."""
+        (given,) = arrays_of([values])
+        return self.scheme.keys.codec.pack(keys), self.scheme.values.codec.pack(given)
+
+    def pack_and_give(
+        self, keys: mx.array, values: Input, prefix: PackedKV | None, rows: int, tokens: int
+    ) -> tuple[PackedKV, tuple[mx.array, mx.array]]:
+        """As ``ChunkKernel.pack_and_give``."""
+        packed, before = self.pack(keys, values), prefix or ((), ())
+        width = [(0, rows - keys.shape[0]), (0, 0), (0, tokens - keys.shape[2]), (0, 0)]
+        found = []
+        for tensor, own, old in zip(
+            (self.scheme.keys, self.scheme.values), packed, before, strict=True
+        ):
+            dense = tensor.unpack_stored(own, self.dtype)
+            if old:
+                shared = tensor.unpack_stored(old, self.dtype)
+                lines = mx.broadcast_to(shared, (keys.shape[0], *shared.shape[1:]))
+                dense = mx.concatenate([lines, dense], axis=2)
+            has_pads = (rows, tokens) != (keys.shape[0], keys.shape[2])
+            found.append(mx.pad(dense, width) if has_pads else dense)
+        return packed, (found[0], found[1])
 
 
 def plain_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:

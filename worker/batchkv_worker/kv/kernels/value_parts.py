@@ -1,4 +1,4 @@
-"""Where a step's values are, when one product gave queries, keys and values.
+"""Where values are, when one product gave queries, keys and values.
 
 A kernel whose code is kept copies what does not lie in one piece (``compiled_launch.py``).
 Values of a fused product are such an array. Models hand keys and values to a cache together, so the
@@ -27,15 +27,16 @@ class ValueParts:
         self._last = None
 
     def of(self, keys: mx.array, values: mx.array) -> Input:
-        """``values`` ``[rows, kv heads, 1, size]``, as a view if they came with these keys."""
+        """``values`` ``[rows, kv heads, tokens, size]``, as a view if they came with these keys."""
         last, self._last = self._last, None
         if last is None or last[0] is not keys:
             return values
         _, whole, start = last
-        rows, kv_heads, _, size = values.shape
-        step = whole.shape[-1]
-        is_part = whole.shape == (rows, 1, start + kv_heads * size) and whole.dtype == values.dtype
-        return View(values, whole, start, (step, size, step, 1)) if is_part else values
+        rows, kv_heads, tokens, size = values.shape
+        step = start + kv_heads * size
+        if whole.shape != (rows, tokens, step) or whole.dtype != values.dtype:
+            return values
+        return View(values, whole, start, (tokens * step, size, step, 1))
 
 
 VALUE_PARTS = ValueParts()  # one engine's thread runs all models of a process

@@ -83,8 +83,8 @@ class Variant:
             ("VALUE_CODES", values),
             ("KEY_SCALES", key_scales),
             ("VALUE_SCALES", value_scales),
-            *_tensor("KEY", self.layout.keys),
-            *_tensor("VALUE", self.layout.values),
+            *tensor_constants("KEY", self.layout.keys),
+            *tensor_constants("VALUE", self.layout.values),
         ]
 
     def simds(self, *, matrices: bool) -> int:
@@ -200,7 +200,8 @@ class Variant:
         return next(wide for wide in (4, 2, 1) if all(place % wide == 0 for place in places))
 
 
-def _tensor(name: str, tensor: TensorLayout) -> list[Constant]:
+def tensor_constants(name: str, tensor: TensorLayout) -> list[Constant]:
+    """How a tensor is packed; ``name`` comes before each constant's."""
     return [
         (f"{name}_SIZE", tensor.size),
         (f"{name}_FORM", int(tensor.form)),

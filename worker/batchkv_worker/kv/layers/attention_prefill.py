@@ -17,10 +17,12 @@ from mlx_lm.models.base import create_causal_mask
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.attention import paths, shared_prefix_prefill
 from batchkv_worker.kv.attention.paths import Attend, LayerAttention
-from batchkv_worker.kv.backends.contract import Pacing
+from batchkv_worker.kv.backends.contract import ChunkKernels, Pacing
 from batchkv_worker.kv.backends.generic import round_up
 from batchkv_worker.kv.backends.pacing import UNPACED
+from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from batchkv_worker.kv.layers.cache_quirks import OrderedByUs
+from batchkv_worker.kv.layers.chunk_packing import ChunkPacking, DenseChunk
 from batchkv_worker.kv.layers.contract import Chunk, PrefillLayer
 from batchkv_worker.kv.layers.stand_ins import StandIns, replaced
 from batchkv_worker.kv.types import PackedKV, Parts, Pieces, Window
@@ -41,19 +43,20 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         chunk_tokens: int,
         *,
         is_read: bool = True,
+        kernels: ChunkKernels | None = None,
     ) -> None:
         """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``.
 
         Without ``is_read`` the model gets stand-ins of dense arrays (``StandIns``) where it leaves
-        attention to ``attend``.
+        attention to ``attend``. ``kernels`` pack chunks, if there are any.
         """
         self.offset = 0  # tokens so far; the models read it
         self.base = 0
         self.pacing: Pacing = UNPACED  # shared by all layers of a group
         self._layer, self._dequantized = layer, layer.dequantized
         self._scheme = layer.scheme
-        # Packed values are arrays of their own.
-        self._copies_values = layer.backend.copies_values and not layer.scheme.values.is_packed
+        self._packing = ChunkPacking(layer, kernels)
+        self._chunk: DenseChunk | None = None  # the last one, until it is attended to
         self._window = window
         self._dtype = layer.dtype
         self._kept = None if window is None else window - 1 + BLOCK_TOKENS
@@ -80,7 +83,7 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
 
     def end(self) -> None:
         # Otherwise the dense histories of all layers would be in memory at once.
-        self._handed = None
+        self._handed = self._chunk = None
 
     def restore(self, pieces: Pieces, first: int, end: int) -> None:
         self._keys, self._values = map(list, self._scheme.split(pieces))
@@ -130,12 +133,16 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         """Take a chunk ``[rows, heads, tokens, size]``; what attention sees up to its end."""
         start = self.offset - self.base
         end = start + keys.shape[-2]
-        self._store(self._keys, self._scheme.keys.pack(keys), start, end)
-        if self._copies_values:
-            values = mx.contiguous(values)
-        self._store(self._values, self._scheme.values.pack(values), start, end)
-        self.offset += keys.shape[-2]
         self._is_unread = self._unread is not None and self.attend is not None
+        (packed_keys, packed_values), self._chunk = self._packing.pack(
+            keys,
+            VALUE_PARTS.of(keys, values),
+            self._shared,
+            is_dense=start == 0 and self._is_unread,
+        )
+        self._store(self._keys, packed_keys, start, end)
+        self._store(self._values, packed_values, start, end)
+        self.offset += keys.shape[-2]
         if self._unread is not None and self._is_unread:
             self._handed = self._unread.of(keys.shape[0], end)
         else:
@@ -180,6 +187,20 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         layer at a time only, and layers can run one after the other (``Pacing``).
         """
         end = self.offset - self.base
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            out = chunk.attend(self._layer, queries, self._shared, scale, mask, sinks)
+        else:
+            out = self._attend_packed(queries, end, scale, mask, sinks)
+        shape, rows = self._scheme.shape, queries.shape[0]
+        each = shape.num_heads * (shape.key_size + shape.value_size)
+        self.pacing.follow(out, rows * end * each if self._scheme.is_packed else 0)
+        return out
+
+    def _attend_packed(
+        self, queries: mx.array, end: int, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention to the first ``end`` columns of the stored parts, and to shared prefixes."""
         layer, shared = self._layer, self._shared
         keys, values = tuple(self._keys), tuple(self._values)
         read = self._columns_read(end, keys[0].shape[-2])
@@ -189,15 +210,10 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
             shared = tuple(self._layer.dequantize(one) for one in shared)
         keys, values = _columns(keys, end), _columns(values, end)
         if not shared:
-            out = paths.attend(layer, queries, keys, values, scale, mask, sinks)
-        else:
-            out = shared_prefix_prefill.attend_chunk(
-                layer, queries, shared, (keys, values), scale, mask, sinks
-            )
-        shape, rows = self._scheme.shape, queries.shape[0]
-        each = shape.num_heads * (shape.key_size + shape.value_size)
-        self.pacing.follow(out, rows * end * each if self._scheme.is_packed else 0)
-        return out
+            return paths.attend(layer, queries, keys, values, scale, mask, sinks)
+        return shared_prefix_prefill.attend_chunk(
+            layer, queries, shared, (keys, values), scale, mask, sinks
+        )
 
     def _columns_read(self, end: int, columns: int) -> int:
         """How many of a buffer's columns to unpack, of which the first ``end`` are read.

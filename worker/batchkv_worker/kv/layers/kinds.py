@@ -9,7 +9,7 @@ from itertools import repeat
 import mlx.core as mx
 
 from batchkv_worker.kv.attention.paths import LayerAttention, Path, in_slots
-from batchkv_worker.kv.backends.contract import Backend, RecordKernels
+from batchkv_worker.kv.backends.contract import Backend, ChunkKernels, RecordKernels
 from batchkv_worker.kv.kernels.layout import WORD_BYTES
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
@@ -28,6 +28,7 @@ class DecodeWay:
     path: Path | None = None
     has_fused: bool = True
     records: RecordKernels | None = None
+    chunks: ChunkKernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class AttentionKind(LayerKind):
     the model, on dense arrays.
     ``has_fused`` is as in ``LayerAttention``. ``is_read``: whether the model may read the dense
     arrays that its caches return, where it leaves attention to them (``stand_ins``). ``records``:
-    the kernels of the path ``kernel``.
+    the kernels of the path ``kernel``; ``chunks``: those that pack chunks of prompts.
     """
 
     backend: Backend
@@ -49,6 +50,7 @@ class AttentionKind(LayerKind):
     has_fused: bool = True
     is_read: bool = True
     records: RecordKernels | None = field(default=None, compare=False)
+    chunks: ChunkKernels | None = field(default=None, compare=False)
 
     @property
     def window(self) -> Window:
@@ -70,8 +72,9 @@ class AttentionKind(LayerKind):
 
     def prefill(self, capacity: int, chunk_tokens: int) -> AttentionPrefill:
         layer = LayerAttention(self.backend, self.scheme, self.dtype)
-        is_read = self.is_read
-        return AttentionPrefill(layer, self.span, capacity, chunk_tokens, is_read=is_read)
+        return AttentionPrefill(
+            layer, self.span, capacity, chunk_tokens, is_read=self.is_read, kernels=self.chunks
+        )
 
     def template(self, num_tokens: int) -> Pieces:
         shape = self.scheme.shape
@@ -119,7 +122,7 @@ def kinds_of(
         if isinstance(leaf, AttentionShape):
             scheme, way = next(left)
             what = (scheme, dtype, leaf.window, way.path, way.has_fused)
-            kinds.append(AttentionKind(backend, *what, records=way.records))
+            kinds.append(AttentionKind(backend, *what, records=way.records, chunks=way.chunks))
         else:
             kinds.append(StateKind(leaf))
     return tuple(kinds)

@@ -30,6 +30,7 @@ from batchkv_worker.kv.start.layer_choice import (
     attention_of,
     can_attend_prefixes,
     check_prompts,
+    choose_chunks,
     choose_path,
     measure_prefix_cells,
 )
@@ -42,12 +43,13 @@ class Fixed:
     """Values that the caller sets; a field that is None is measured.
 
     ``group_cost``: cells that one more group of rows costs; ``prefix_cells``: cells that a shared
-    prefix must save.
+    prefix must save; ``chunks``: whether a kernel packs chunks, where there is one.
     """
 
     path: Path | None = None
     group_cost: int | None = None
     prefix_cells: int | None = None
+    chunks: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Decision:
     def kinds(self, tree: CacheTree) -> tuple[LayerKind, ...]:
         """One for each leaf of the model's caches."""
         choices = [self.choices[scheme] for scheme in self.schemes]
-        ways = [DecodeWay(one.path, one.has_fused, one.records) for one in choices]
+        ways = [DecodeWay(one.path, one.has_fused, one.records, one.chunks) for one in choices]
         return kinds_of(self.backend, tree.leaves, self.dtype, self.schemes, ways)
 
     @property
@@ -125,6 +127,7 @@ def decide(
                 attention = attention_of(backend, layer, dtype, choice)
                 shares = fixed.path is not None or can_attend_prefixes(attention, heads)
                 choice = replace(choice, shares=shares)
+            choice = replace(choice, chunks=choose_chunks(backend, layer, dtype, fixed.chunks))
         choices[layer] = choice
     group_cost = fixed.group_cost
     if group_cost is None:

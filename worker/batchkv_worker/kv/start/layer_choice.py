@@ -11,10 +11,10 @@ from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.attention import paths
 from batchkv_worker.kv.attention.paths import LayerAttention, Path
-from batchkv_worker.kv.backends.contract import Backend, RecordKernels
-from batchkv_worker.kv.backends.measurements import WHOLE
+from batchkv_worker.kv.backends.contract import Backend, ChunkKernels, RecordKernels
+from batchkv_worker.kv.backends.measurements import WHOLE, YES_OR_NO
 from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.start import pathcheck, prefix_cost, probe
+from batchkv_worker.kv.start import chunkcheck, pathcheck, prefix_cost, probe
 
 # Names of stored results; the layer follows.
 # Of the paths there are two: without our kernel, and with a version of it.
@@ -22,6 +22,7 @@ PATHS_WITH_KERNEL = "attention paths and kernel 3 of"
 PATHS, PROMPTS, SHARING = "attention paths of", "prefill of", "shared prefixes 2 of"
 TRIES = "unfinished tries of the kernel of"
 CELLS = "cells of a shared prefix of"
+CHUNKS, CHUNK_TRIES = "chunks by one kernel of", "unfinished tries of chunks by one kernel of"
 
 log = logging.getLogger("batchkv.engine")
 
@@ -32,7 +33,7 @@ class SchemeChoice:
 
     ``path`` None leaves attention to the model, on dense keys and values. ``has_fused``: the fused
     path is right. ``shares``: attention over shared prefixes is. ``records``: the kernels of the
-    path ``kernel``.
+    path ``kernel``; ``chunks``: those that pack chunks of prompts.
     """
 
     path: Path | None = None
@@ -40,6 +41,7 @@ class SchemeChoice:
     has_fused: bool = True
     shares: bool = True
     records: RecordKernels | None = None
+    chunks: ChunkKernels | None = None
 
 
 def choose_path(
@@ -59,7 +61,8 @@ def choose_path(
         return SchemeChoice(path, records=records if path == "kernel" else None)
 
     def measure() -> probe.Choice:
-        with_kernel = records is not None and _may_try(backend, _named(layer, heads))
+        name = f"{TRIES} {_named(layer, heads)}"
+        with_kernel = records is not None and _may_try(backend, name, "the attention kernel", layer)
         return probe.choose(backend, layer, heads, dtype, num_rows=rows, with_kernel=with_kernel)
 
     try:
@@ -87,16 +90,47 @@ def choose_path(
     return SchemeChoice(choice.path, has_fused=choice.has_fused, records=records)
 
 
-def _may_try(backend: Backend, name: str) -> bool:
-    """Whether the kernel is tried: it is new, and a fault of it could end each start."""
-    if backend.measurements.begin_try(f"{TRIES} {name}"):
+def _may_try(backend: Backend, name: str, what: str, layer: LayerScheme) -> bool:
+    """Whether a kernel is tried: it is new, and a fault of it could end each start."""
+    if backend.measurements.begin_try(name):
         return True
     log.warning(
-        "the attention kernel is not used for %s: earlier starts ended while it was tried; "
-        "`batchkv tune` tries it again",
-        name,
+        "%s is not used for %s: earlier starts ended while it was tried; `batchkv tune` tries it "
+        "again",
+        *(what, layer),
     )
     return False
+
+
+def choose_chunks(
+    backend: Backend, layer: LayerScheme, dtype: mx.Dtype, is_used: bool | None = None
+) -> ChunkKernels | None:
+    """The kernels that pack chunks of prompts, where they are right and faster.
+
+    ``is_used``: whether to use them, where there are any; None: measured.
+    """
+    kernels = backend.chunk_kernels(layer, dtype)
+    if kernels is None or is_used is not None:
+        return kernels if is_used else None
+    shape = layer.shape
+    name = f"{layer}, {shape.num_heads} heads of {shape.key_size} and {shape.value_size}"
+
+    def measure() -> bool:
+        if not _may_try(backend, f"{CHUNK_TRIES} {name}", "the kernel for chunks", layer):
+            return False
+        return chunkcheck.are_better(kernels, LayerAttention(backend, layer, dtype))
+
+    try:
+        is_better = backend.measurements.of(f"{CHUNKS} {name}", measure, YES_OR_NO)
+    except (ValueError, RuntimeError) as fault:  # MLX raises these for a kernel that it lacks
+        if is_device_fault(fault):
+            raise
+        log.warning("chunks of %s are not packed by one kernel: %s", layer, fault)
+        return None
+    if not is_better:
+        return None
+    backend.measurements.log_once("chunks of prompts: one kernel packs and gives back %s", layer)
+    return kernels
 
 
 def check_prompts(

@@ -67,6 +67,12 @@ class KvPlan:
         return tuple(kind.scheme for kind in self.kinds if isinstance(kind, AttentionKind))
 
     @property
+    def num_packed(self) -> int:
+        """Layers in which one kernel packs the keys and values of chunks of prompts."""
+        kinds = (kind for kind in self.kinds if isinstance(kind, AttentionKind))
+        return sum(kind.chunks is not None for kind in kinds)
+
+    @property
     def paths(self) -> dict[LayerScheme, Path | None]:
         """The attention path of each scheme in use."""
         kinds = (kind for kind in self.kinds if isinstance(kind, AttentionKind))

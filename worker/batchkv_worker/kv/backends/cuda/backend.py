@@ -51,18 +51,21 @@ class CudaBackend(GpuBackend):
         none of their own attends to.
         """
         rows, length, columns = queries.shape[0], queries.shape[2], keys.shape[2]
-        more = 0
-        if length > 1 and not isinstance(mask, mx.array):
-            few = min(MOST_ROWS, FEW_TOKENS // max(length, columns))
-            padded = 1 << (max(rows, few) - 1).bit_length()
-            if mask == "causal" and length == columns:
-                more = rounded_length(length) - length
-            is_small = padded * (keys[0].size // columns) * (columns + more) <= MOST_PADDED
-            if padded > rows and is_small:
-                width = [(0, padded - rows), (0, 0), (0, more), (0, 0)]
+        if not isinstance(mask, mx.array):
+            numbers = keys[0].size // columns
+            padded, more = self.padded_chunk(rows, length, columns, numbers)
+            if padded > rows:
+                width = [(0, padded - rows), (0, 0), (0, more if mask == "causal" else 0), (0, 0)]
                 queries, keys, values = (mx.pad(one, width) for one in (queries, keys, values))
         out = super().attention(queries, keys, values, scale, mask, sinks)
         return out[:rows, :, :length] if out.shape[0] > rows else out
+
+    def padded_chunk(self, rows: int, length: int, columns: int, numbers: int) -> tuple[int, int]:
+        few = min(MOST_ROWS, FEW_TOKENS // max(length, columns))
+        padded = 1 << (max(rows, few) - 1).bit_length()
+        more = rounded_length(length) - length if length == columns else 0
+        is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
+        return (padded, more) if padded > rows and is_small else (rows, 0)
 
     def pacing(self) -> Pacing:
         return LayersAhead()

@@ -9,9 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Change, RecordKernels
+from batchkv_worker.kv.backends.contract import Change, ChunkKernels, RecordKernels
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import fused_linear, fused_rotary
+from batchkv_worker.kv.kernels.chunk import ChunkKernel
 from batchkv_worker.kv.kernels.decode import DecodeKernels
 from batchkv_worker.kv.kernels.launch import Launch
 from batchkv_worker.kv.kernels.layout import RecordLayout
@@ -41,6 +42,16 @@ class GpuBackend(GenericBackend):
     def launch(self) -> Launch | None:
         """Makes our own kernels in the device's language; None where there is none."""
         return None
+
+    def chunk_kernels(self, scheme: LayerScheme, dtype: mx.Dtype) -> ChunkKernels | None:
+        launch = self.launch()
+        if launch is None:
+            return None
+        try:
+            return ChunkKernel.of(RecordLayout.of(scheme, dtype), launch)
+        except ValueError as reason:
+            log.debug("no kernel packs chunks: %s", reason)
+            return None
 
 
 def decode_kernels(

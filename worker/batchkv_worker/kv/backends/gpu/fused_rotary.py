@@ -148,8 +148,10 @@ class FuseRotary:
             before = _chunk_logits(model, self.rows)
             for one in heads:
                 one.take_chunks(True)
-            after = _chunk_logits(model, self.rows)
-            return are_close(before, after) and all(one.num_chunks for one in heads)
+            seen: list[bool] = []
+            after = _chunk_logits(model, self.rows, seen)
+            is_close = are_close(before, after) and all(seen)  # values are as in steps, too
+            return is_close and all(one.num_chunks for one in heads)
 
         is_right = False
         try:
@@ -164,6 +166,7 @@ class FuseRotary:
                 raise
             log.warning("norms and positions of chunks are not computed by one kernel: %s", fault)
         finally:
+            VALUE_PARTS.clear()
             for one in heads:
                 one.take_chunks(is_right)
 
@@ -239,14 +242,11 @@ def _layers_codec(model: Any) -> Codec[tuple[Names, ...]]:
 # -- whether they are right
 
 
-class _ByRow:
-    """A model's cache whose rows have a position each, as decode slots have.
+class _Seeing:
+    """A model's cache; ``seen`` gets whether values that ``VALUE_PARTS`` knows are there."""
 
-    ``seen`` gets whether values that ``VALUE_PARTS`` knows are there.
-    """
-
-    def __init__(self, cache: Any, rows: int, seen: list[bool] | None = None) -> None:
-        self._cache, self._rows, self._seen = cache, rows, seen
+    def __init__(self, cache: Any, seen: list[bool] | None = None) -> None:
+        self._cache, self._seen = cache, seen
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         one = VALUE_PARTS.of(keys, values)
@@ -255,17 +255,28 @@ class _ByRow:
             self._seen.append(bool(mx.array_equal(there, values).item()))
         return self._cache.update_and_fetch(keys, values)
 
-    @property
-    def offset(self) -> mx.array:
-        return mx.full((self._rows,), self._cache.offset, mx.int32)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
 
-def _chunk_logits(model: Any, rows: int) -> mx.array:
+class _ByRow(_Seeing):
+    """A cache whose rows have a position each, as decode slots have."""
+
+    def __init__(self, cache: Any, rows: int, seen: list[bool] | None = None) -> None:
+        super().__init__(cache, seen)
+        self._rows = rows
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.full((self._rows,), self._cache.offset, mx.int32)
+
+
+def _chunk_logits(model: Any, rows: int, seen: list[bool] | None = None) -> mx.array:
     """The model's outputs for two chunks of these tokens of some rows."""
-    cache = make_prompt_cache(model)
+    cache = [
+        _Seeing(one, seen) if isinstance(one, KVCache | RotatingKVCache) else one
+        for one in make_prompt_cache(model)
+    ]
     tokens = mx.array(_TOKENS[:rows])
     logits = [model(tokens, cache=cache) for _ in range(2)]
     mx.eval(logits)

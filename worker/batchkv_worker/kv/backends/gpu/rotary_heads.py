@@ -81,7 +81,7 @@ class Heads:
             is_chunk = x.shape[2] > 1
             self.num_fused += not is_chunk
             self.num_chunks += is_chunk
-            if self.gives_values and isinstance(given[1], View) and not is_chunk:
+            if self.gives_values and isinstance(given[1], View):
                 start = given[1].start + keys.shape[2] * keys.shape[3]
                 VALUE_PARTS.note(self._turned, given[1].whole, start)
             return x, found

@@ -23,14 +23,21 @@
 #define AS_FLOAT(bits) __uint_as_float(uint32_t(bits))
 #define AS_UINT(number) __float_as_uint(float(number))
 #define FROM_BITS(type, bits) from_bits<type>(uint16_t(bits))
+#define TO_BITS(type, number) to_bits(static_cast<type>(number))
 #define LOWER(type, word) lower_half<type>(word)
 #define UPPER(type, word) upper_half<type>(word)
 #define ADD_ONE(counter) atomicAdd(counter, 1u)
 #define AS_ON_GPU 1
+#define GIVEN_BACK(T, scale, code, bias) ((scale) * static_cast<T>(float(code)) + (bias))
 
 template <typename T>
 FN T from_bits(uint16_t bits) {
   return *reinterpret_cast<const T*>(&bits);
+}
+
+template <typename T>
+FN uint16_t to_bits(T number) {
+  return *reinterpret_cast<const uint16_t*>(&number);
 }
 
 template <int IS_LOCAL, typename N>

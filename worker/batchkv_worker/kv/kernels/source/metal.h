@@ -21,8 +21,10 @@ using namespace metal;
 #define AS_FLOAT(bits) as_type<float>(uint32_t(bits))
 #define AS_UINT(number) as_type<uint32_t>(float(number))
 #define FROM_BITS(type, bits) as_type<type>(uint16_t(bits))
+#define TO_BITS(type, number) as_type<uint16_t>(static_cast<type>(number))
 #define LOWER(type, word) float(FROM_BITS(type, word))
 #define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
 #define ADD_ONE(counter) \
   atomic_fetch_add_explicit((LOCAL atomic_uint*)(counter), 1u, memory_order_relaxed)
 #define AS_ON_GPU 1
+#define GIVEN_BACK(T, scale, code, bias) ((scale) * static_cast<T>(code) + (bias))

@@ -32,13 +32,14 @@ if (unit == 0 && !is_key && WORDS > VALUE_SCALES) {
 DEVICE_BARRIER;
 // Where keys and values are packed alike, the code is there once.
 constexpr int ARE_ALIKE = KEY_FORM == VALUE_FORM && KEY_BITS == VALUE_BITS && KEY_GROUP == VALUE_GROUP;
+GLOBAL uint32_t* scales = record + (is_key ? KEY_SCALES : VALUE_SCALES);
 if (is_key || ARE_ALIKE) {
-  pack_eight<T, KEY_FORM, KEY_BITS, KEY_GROUP>(
+  pack_eight<T, KEY_FORM, KEY_BITS, KEY_GROUP, 2>(
       given, unit, is_used, AS_FLOAT(uint32_t(is_key ? KEY_STEP : VALUE_STEP)),
-      (GLOBAL uint8_t*)(is_key ? record : record + VALUE_CODES),
-      (GLOBAL uint8_t*)(record + (is_key ? KEY_SCALES : VALUE_SCALES)));
+      (GLOBAL uint8_t*)(is_key ? record : record + VALUE_CODES), (GLOBAL uint8_t*)scales,
+      (GLOBAL T*)scales + 1);
 } else {
-  pack_eight<T, VALUE_FORM, VALUE_BITS, VALUE_GROUP>(
+  pack_eight<T, VALUE_FORM, VALUE_BITS, VALUE_GROUP, 2>(
       given, unit, is_used, AS_FLOAT(uint32_t(VALUE_STEP)),
-      (GLOBAL uint8_t*)(record + VALUE_CODES), (GLOBAL uint8_t*)(record + VALUE_SCALES));
+      (GLOBAL uint8_t*)(record + VALUE_CODES), (GLOBAL uint8_t*)scales, (GLOBAL T*)scales + 1);
 }

@@ -12,6 +12,13 @@ struct Eight {
   float at[8];
 };
 
+// What eight numbers were packed to. `scale` and `bias` are those of affine codes.
+template <typename T>
+struct Packed {
+  Words<8> codes;
+  T scale, bias;
+};
+
 FN uint32_t to_e4m3(float number) {
   const uint32_t bits = AS_UINT(number);
   const uint32_t sign = (bits >> 24) & 128;
@@ -76,17 +83,19 @@ FN void write_codes(Words<8> codes, GLOBAL uint8_t* to) {
 }
 
 // Numbers 8 * unit and so on of one vector. GROUP / 8 neighbouring threads share a group, so all
-// threads of a simdgroup must come here. `step` is the distance of turbo's levels at magnitude 1.
-template <typename T, int FORM, int BITS, int GROUP>
-FN void pack_eight(
-    Eight given, int unit, bool is_used, float step, GLOBAL uint8_t* codes, GLOBAL uint8_t* scales) {
+// threads of a simdgroup must come here. `step` is the distance of turbo's levels at magnitude 1. The
+// scales of groups are written at every EACH-th place, and so are the biases of affine codes.
+template <typename T, int FORM, int BITS, int GROUP, int EACH>
+FN Packed<T> pack_eight(
+    Eight given, int unit, bool is_used, float step, GLOBAL uint8_t* codes, GLOBAL uint8_t* scales,
+    GLOBAL T* biases) {
+  Packed<T> packed;
   if constexpr (FORM == FLOAT_FORM) {
     if (is_used) {
       UNROLL for (int i = 0; i < 8; i++) {
         ((GLOBAL T*)codes)[8 * unit + i] = static_cast<T>(given.at[i]);
       }
     }
-    return;
   } else {
     float low = given.at[0];
     float high = given.at[0];
@@ -101,7 +110,6 @@ FN void pack_eight(
     constexpr float HIGHEST = (1 << BITS) - 1;
     const bool is_first = is_used && unit % (GROUP / 8) == 0;
     const int group = unit / (GROUP / 8);
-    Words<8> found;
     if constexpr (FORM == AFFINE_FORM) {
       high = max(high, HIGHEST_START);
       const bool is_low = abs(low) > abs(high);
@@ -113,18 +121,20 @@ FN void pack_eight(
       const float bias = steps == 0.0f ? 0.0f : edge;
       UNROLL for (int i = 0; i < 8; i++) {
         const float code = ROUND((given.at[i] - bias) / scale);
-        found.at[i] = uint32_t(min(max(code, 0.0f), HIGHEST));
+        packed.codes.at[i] = uint32_t(min(max(code, 0.0f), HIGHEST));
       }
+      packed.scale = static_cast<T>(scale);
+      packed.bias = static_cast<T>(bias);
       if (is_first) {
-        ((GLOBAL T*)scales)[2 * group] = static_cast<T>(scale);
-        ((GLOBAL T*)scales)[2 * group + 1] = static_cast<T>(bias);
+        ((GLOBAL T*)scales)[EACH * group] = packed.scale;
+        biases[EACH * group] = packed.bias;
       }
     } else if constexpr (FORM == TURBO_FORM) {
       const T scale = static_cast<T>(max(abs(low), abs(high)) * step);
       const float divisor = max(float(scale), 1e-30f);
       UNROLL for (int i = 0; i < 8; i++) {
         const float code = floor(given.at[i] / divisor + (HIGHEST + 1.0f) / 2.0f);
-        found.at[i] = uint32_t(min(max(code, 0.0f), HIGHEST));
+        packed.codes.at[i] = uint32_t(min(max(code, 0.0f), HIGHEST));
       }
       if (is_first) {
         ((GLOBAL T*)scales)[group] = scale;
@@ -146,14 +156,15 @@ FN void pack_eight(
 #else
         const float number = given.at[i] / scale;
 #endif
-        found.at[i] = BITS == 4 ? to_e2m1(number) : to_e4m3(number);
+        packed.codes.at[i] = BITS == 4 ? to_e2m1(number) : to_e4m3(number);
       }
       if (is_first) {
         scales[group] = uint8_t(code);
       }
     }
     if (is_used) {
-      write_codes<BITS>(found, codes + BITS * unit);
+      write_codes<BITS>(packed.codes, codes + BITS * unit);
     }
   }
+  return packed;
 }

@@ -1,0 +1,80 @@
+// Packed keys and values of a chunk's tokens, part by part. With DENSE also the numbers that the parts
+// give, for attention of the chunk; with BEHIND those of a prefix that all rows share before them.
+// Inputs keys, values, and the prefix's parts; outputs the parts, then dense keys and dense values. A
+// threadgroup has one column of one row and KV head. Dense outputs may have more rows than there are,
+// and more columns: these are zeros. The first simdgroups have the key, the others the value; each
+// thread has eight numbers.
+constexpr int KEY_UNITS = KEY_SIZE / 8;
+constexpr int KEY_THREADS = (KEY_UNITS + 31) / 32 * 32;
+constexpr int VALUE_UNITS = VALUE_SIZE / 8;
+const int head = GROUP_X;
+const int row = GROUP_Y;
+#if BEHIND
+const int before = old_key_codes_shape[2];
+#else
+const int before = 0;
+#endif
+const int tokens = keys_shape[2];
+const int token = GROUP_Z - before;
+const bool is_key = THREAD_X < KEY_THREADS;
+const int unit = is_key ? THREAD_X : THREAD_X - KEY_THREADS;
+const bool is_used = unit < (is_key ? KEY_UNITS : VALUE_UNITS);
+// Where keys and values are packed alike, the code is there once.
+constexpr int ARE_ALIKE = KEY_BITS == VALUE_BITS && KEY_GROUP == VALUE_GROUP;
+Eight dense;
+UNROLL for (int i = 0; i < 8; i++) {
+  dense.at[i] = 0.0f;
+}
+if (row < keys_shape[0] && token >= 0 && token < tokens) {
+  Eight given = dense;
+  if (is_used) {
+    const int64_t key_at = row * int64_t(keys_strides[0]) + head * int64_t(keys_strides[1]) +
+        token * int64_t(keys_strides[2]);
+    const int64_t value_at = row * int64_t(values_strides[0]) +
+        head * int64_t(values_strides[1]) + token * int64_t(values_strides[2]);
+    UNROLL for (int i = 0; i < 8; i++) {
+      const int64_t place = 8 * unit + i;
+      given.at[i] = is_key ? float(keys[key_at + place * int64_t(keys_strides[3])])
+                           : float(values[value_at + place * int64_t(values_strides[3])]);
+    }
+  }
+  const int64_t vector = (row * int64_t(GROUPS_X) + head) * tokens + token;
+  const int64_t key_groups = vector * (KEY_SIZE / KEY_GROUP);
+  const int64_t value_groups = vector * (VALUE_SIZE / VALUE_GROUP);
+  GLOBAL uint8_t* codes = is_key
+      ? (GLOBAL uint8_t*)(key_codes + vector * (KEY_SIZE * KEY_BITS / 32))
+      : (GLOBAL uint8_t*)(value_codes + vector * (VALUE_SIZE * VALUE_BITS / 32));
+  GLOBAL T* scales = is_key ? key_scales + key_groups : value_scales + value_groups;
+  GLOBAL T* biases = is_key ? key_biases + key_groups : value_biases + value_groups;
+  Packed<T> packed;
+  if (is_key || ARE_ALIKE) {
+    packed = pack_eight<T, AFFINE_FORM, KEY_BITS, KEY_GROUP, 1>(
+        given, unit, is_used, 0.0f, codes, (GLOBAL uint8_t*)scales, biases);
+  } else {
+    packed = pack_eight<T, AFFINE_FORM, VALUE_BITS, VALUE_GROUP, 1>(
+        given, unit, is_used, 0.0f, codes, (GLOBAL uint8_t*)scales, biases);
+  }
+  UNROLL for (int i = 0; i < 8; i++) {
+    dense.at[i] = float(GIVEN_BACK(T, packed.scale, packed.codes.at[i], packed.bias));
+  }
+}
+#if BEHIND
+if (row < keys_shape[0] && token < 0 && is_used && is_key) {
+  dense = give_eight<T, KEY_BITS, KEY_GROUP>(
+      OF_PREFIX(old_key_codes, old_key_codes_strides),
+      OF_PREFIX(old_key_scales, old_key_scales_strides),
+      OF_PREFIX(old_key_biases, old_key_biases_strides), unit);
+} else if (row < keys_shape[0] && token < 0 && is_used) {
+  dense = give_eight<T, VALUE_BITS, VALUE_GROUP>(
+      OF_PREFIX(old_value_codes, old_value_codes_strides),
+      OF_PREFIX(old_value_scales, old_value_scales_strides),
+      OF_PREFIX(old_value_biases, old_value_biases_strides), unit);
+}
+#endif
+#if DENSE
+if (is_used) {
+  const int64_t vector = (row * int64_t(GROUPS_X) + head) * GROUPS_Z + GROUP_Z;
+  write_eight(
+      dense, is_key ? dense_keys + vector * KEY_SIZE : dense_values + vector * VALUE_SIZE, unit);
+}
+#endif
