@@ -57,6 +57,7 @@ from batchkv_worker.kv.backends.contract import (  # noqa: E402
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_rotary import FuseRotary  # noqa: E402
+from batchkv_worker.kv.backends.gpu.residual_blocks import FuseResiduals  # noqa: E402
 from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
 from batchkv_worker.kv.kernels.body import Body  # noqa: E402
 from batchkv_worker.kv.kernels.chunk import ChunkKernel  # noqa: E402
@@ -70,7 +71,12 @@ from batchkv_worker.kv.kernels.launch import (  # noqa: E402
     arrays_of,
 )
 from batchkv_worker.kv.kernels.layout import RecordLayout  # noqa: E402
-from batchkv_worker.kv.kernels.plain import PlainChunks, PlainKernels, plain_rotary  # noqa: E402
+from batchkv_worker.kv.kernels.plain import (  # noqa: E402
+    PlainChunks,
+    PlainKernels,
+    plain_residual,
+    plain_rotary,
+)
 from batchkv_worker.kv.layers import step_graphs  # noqa: E402
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill  # noqa: E402
 from batchkv_worker.kv.layers.contract import Chunk  # noqa: E402
@@ -106,7 +112,8 @@ class HostBackend(CudaBackend):
             (f"{layer}.q_norm", f"{layer}.k_norm", f"{layer}.rope")
             for layer in (f"model.layers.{number}.self_attn" for number in range(LAYERS))
         )
-        return FuseLinears(projections, rows), FuseRotary(heads, _launch_rotary, takes_chunks=True)
+        rotary = FuseRotary(heads, _launch_rotary, takes_chunks=True)
+        return FuseLinears(projections, rows), rotary, FuseResiduals(_launch_residual, True, True)
 
     def pacing(self) -> Pacing:
         return UNPACED
@@ -173,9 +180,8 @@ def _launch(body: Body, constants: tuple[Constant, ...]) -> Run:
     return run
 
 
-def _launch_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
-    """Norms and positions: plain operations at start, and one launch where graphs are a GPU's."""
-    plain, launched = plain_rotary(body, constants), _launch(body, constants)
+def _either(plain: Run, launched: Run) -> Run:
+    """Plain operations at start, and one launch where graphs are a GPU's."""
 
     def run(
         inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
@@ -184,6 +190,14 @@ def _launch_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
         return way(inputs, grid, group, outputs)
 
     return run
+
+
+def _launch_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
+    return _either(plain_rotary(body, constants), _launch(body, constants))
+
+
+def _launch_residual(body: Body, constants: tuple[Constant, ...]) -> Run:
+    return _either(plain_residual(body, constants), _launch(body, constants))
 
 
 @dataclass(frozen=True, slots=True)

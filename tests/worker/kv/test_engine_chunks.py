@@ -17,7 +17,12 @@ import pytest
 
 from batchkv_worker.kv.backends.contract import Change, ChunkKernels, DrawKernel, Pacing
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
-from batchkv_worker.kv.backends.gpu import joint_product, rotary_chunks, rotary_layers
+from batchkv_worker.kv.backends.gpu import (
+    joint_product,
+    residual_blocks,
+    rotary_chunks,
+    rotary_layers,
+)
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.kernels.body import Body
@@ -94,6 +99,7 @@ def prompts() -> dict[str, list[int]]:
     [
         ("llama", "affine8"),
         ("qwen3", "affine4r+affine8"),
+        ("llama", "affine8+affine4r"),
         ("gpt_oss", "affine8"),  # windows and sinks
         ("gear", "affine6"),  # windows and states
     ],
@@ -116,6 +122,7 @@ def test_values_are_read_where_one_product_gave_them(
     monkeypatch.setattr(rotary_layers, "_is_faster", lambda *shape: True)
     monkeypatch.setattr(joint_product, "is_faster", lambda *shape: True)
     monkeypatch.setattr(rotary_chunks, "gain", lambda *_, **__: 2.0)
+    monkeypatch.setattr(residual_blocks, "choose", lambda *_: None)
     values: list[Input] = []
 
     def noting(body: Body, constants: tuple[Constant, ...]) -> Run:

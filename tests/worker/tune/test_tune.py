@@ -108,7 +108,7 @@ def test_the_table_of_a_gpu() -> None:
     layer = LayerTuning("affine8/g64, 8 heads of 128 and 128, for 32 query heads", paths, 2048)
     tuning = Tuning(
         *("Qwen3-4B", "affine8", 32, "bfloat16", "metal", "Apple M4 Max", "0.32.4", (layer,)),
-        *(1024, {256: 900.0, 1024: 1500.4}, 72, 36, True, 35, False, None),
+        *(1024, {256: 900.0, 1024: 1500.4}, 72, 36, True, 35, 34, False, None),
     )
     assert as_text(tuning) == (
         "Qwen3-4B, affine8, 32 slots, bfloat16 on Apple M4 Max, MLX 0.32.4\n\n"
@@ -122,6 +122,7 @@ def test_the_table_of_a_gpu() -> None:
         "72 groups of linear layers are multiplied at once\n"
         "36 layers have norms and positions by one kernel, in chunks of prompts too\n"
         "35 layers have keys and values of chunks packed by one kernel\n"
+        "34 layers have residual sums and norms by one kernel\n"
         "rows do not share prefixes in attention\n"
         "nothing of this is kept\n"
     )

@@ -50,6 +50,7 @@ def _rest(tuning: Tuning) -> str:
         f"{tuning.num_fused} groups of linear layers are multiplied at once",
         f"{tuning.num_rotary} layers have norms and positions by one kernel{in_chunks}",
         f"{tuning.num_packed} layers have keys and values of chunks packed by one kernel",
+        f"{tuning.num_residual} layers have residual sums and norms by one kernel",
         f"rows {shares} prefixes in attention",
         f"kept in {tuning.kept_in}" if tuning.kept_in else "nothing of this is kept",
     ]

@@ -10,7 +10,7 @@ from batchkv_worker.engine.chunk_size import CHUNKS, MEASURED
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.kv.backends.measurements import FUSED_AGREE, FUSED_LINEARS
 from batchkv_worker.kv.start import pathcheck
-from batchkv_worker.kv.start.backend import rotary_in_use
+from batchkv_worker.kv.start.backend import num_residual_blocks, rotary_in_use
 from batchkv_worker.kv.start.layer_choice import (
     CELLS,
     PATHS,
@@ -55,7 +55,7 @@ class Tuning:
     ``chunks`` has tokens a second by size, empty if not measured. ``num_fused`` groups of linear
     layers are multiplied at once, and ``num_rotary`` layers have norms and positions by one kernel:
     in chunks of prompts, too, with ``rotary_in_chunks``. In ``num_packed`` layers one kernel packs
-    the keys and values of chunks.
+    the keys and values of chunks; ``num_residual`` blocks have sums and norms by one kernel.
     """
 
     model: str
@@ -72,6 +72,7 @@ class Tuning:
     num_rotary: int
     rotary_in_chunks: bool
     num_packed: int
+    num_residual: int
     shares_prefixes: bool
     kept_in: str | None
 
@@ -103,6 +104,7 @@ def tuning_of(engine: Engine) -> Tuning:
         num_rotary=num_rotary,
         rotary_in_chunks=rotary_in_chunks,
         num_packed=plan.num_packed,
+        num_residual=num_residual_blocks(engine.loaded.model),
         shares_prefixes=plan.shares,
         kept_in=str(file) if file is not None and file.exists() else None,
     )

@@ -17,6 +17,7 @@ from batchkv_worker.kv.backends.gpu import (
     fused_linear,
     fused_rotary,
     joint_product,
+    residual_blocks,
     rotary_chunks,
     rotary_layers,
 )
@@ -59,6 +60,7 @@ def launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppLaunch:
     monkeypatch.setattr(rotary_layers, "_is_faster", lambda *shape: True)
     monkeypatch.setattr(joint_product, "is_faster", lambda *shape: True)
     monkeypatch.setattr(rotary_chunks, "gain", lambda *_, **__: 2.0)
+    monkeypatch.setattr(residual_blocks, "choose", lambda *_: None)
     return CppLaunch(folder)
 
 

@@ -40,6 +40,8 @@ ROTARY_AGREES = "rotary kernel over fused layers agrees"
 ROTARY_VALUES = "values are of fused layers"
 ROTARY_CHUNKS = "rotary kernel in chunks"
 ROTARY_CHUNKS_AGREE = "rotary kernel in chunks agrees"
+RESIDUAL_STEPS, RESIDUAL_CHUNKS = "residual kernel in replayed steps", "residual kernel in chunks"
+RESIDUAL_AGREES = "residual kernel agrees"
 
 Value = TypeVar("Value")
 

@@ -169,3 +169,17 @@ def plain_rotary(body: Body, constants: tuple[Constant, ...]) -> Run:
         return [mx.fast.rope(x, 2 * given["TURNED"], **how) for x in normed]
 
     return run
+
+
+def plain_residual(body: Body, constants: tuple[Constant, ...]) -> Run:
+    """Implements ``Launch`` for ``residual.RESIDUAL``, in a form that MLX can trace."""
+    given: dict[str, Any] = dict(constants)
+    epsilon = mx.array(given["EPSILON"]).view(mx.float32).item()
+
+    def run(
+        inputs: Sequence[Input], grid: Size, group: Size, outputs: Sequence[Output]
+    ) -> list[mx.array]:
+        x, added, weights = arrays_of(inputs)
+        return [x + added, mx.fast.rms_norm(x + added, weights, epsilon)]
+
+    return run

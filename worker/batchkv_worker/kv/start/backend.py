@@ -8,7 +8,7 @@ from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
-from batchkv_worker.kv.backends.gpu import rotary_heads
+from batchkv_worker.kv.backends.gpu import residual_blocks, rotary_heads
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
 
@@ -27,3 +27,8 @@ def choose_backend(measurements: Measurements | None = None) -> Backend:
 def rotary_in_use(model: Any) -> tuple[int, bool]:
     """How many layers have norms and positions by one kernel, and whether chunks have it, too."""
     return rotary_heads.in_use(model)
+
+
+def num_residual_blocks(model: Any) -> int:
+    """How many blocks have their residual sums and norms by one kernel."""
+    return residual_blocks.num_blocks(model)

@@ -1,0 +1,264 @@
+"""Residual sums and the norms that follow them, by one kernel for a decode step or a chunk.
+
+Most models have blocks of two parts, attention and an MLP. Each part reads the norm of its input
+and adds its result to that input. So a block has two sums, and a norm comes after each: its own
+second one, then the first of the next block. Here a block computes each sum together with the norm.
+
+Blocks are found by the names that mlx-lm's models have in common, and by running: the model must
+give the same answers as before, for steps and for chunks. A model that does more between a sum and
+a norm does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from batchkv_worker.faults import is_device_fault
+from batchkv_worker.kv.backends.compare import are_close
+from batchkv_worker.kv.backends.contract import Undo
+from batchkv_worker.kv.backends.measurements import (
+    RESIDUAL_AGREES,
+    RESIDUAL_CHUNKS,
+    RESIDUAL_STEPS,
+    YES_OR_NO,
+    Measurements,
+)
+from batchkv_worker.kv.backends.rebind import swap_class, undo_all
+from batchkv_worker.kv.backends.timing import gain
+from batchkv_worker.kv.kernels.launch import Launch
+from batchkv_worker.kv.kernels.residual import MOST_SIZE, ResidualKernel
+
+log = logging.getLogger("batchkv.engine")
+
+CHUNK_ROWS, CHUNK_TOKENS = 4, 256  # of the chunk that is timed
+_MARGIN = 1.02  # by which the kernel has to be faster
+_TIMES = 16  # sums that are timed together
+_TOKENS = ((1, 3, 2, 1), (2, 0, 1, 3))  # of two rows
+_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+
+# A model may do with its blocks what they do not expect, and fail in any of these ways.
+_FAULTS = (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError)
+
+
+class Sums:
+    """Adds and normalizes for all blocks of a model, and keeps the last block's norm for the next.
+
+    ``takes_steps`` and ``takes_chunks``: whether one kernel does so for one token a row, and for
+    several.
+    """
+
+    def __init__(self, kernel: ResidualKernel, *, takes_steps: bool, takes_chunks: bool) -> None:
+        self._kernel = kernel
+        self.takes_steps, self.takes_chunks = takes_steps, takes_chunks
+        self._kept: tuple[mx.array, Any, mx.array] | None = None  # a sum, a norm, its result
+        self.num_sums = 0
+
+    def add(self, x: mx.array, added: mx.array, norm: Any) -> tuple[mx.array, mx.array | None]:
+        """``x + added``, and what ``norm`` gives for it, unless it must be computed apart."""
+        weight = norm.weight
+        is_alike = x.dtype == added.dtype == weight.dtype and x.shape == added.shape
+        if not is_alike or x.ndim != 3 or type(norm) not in _NORMS:
+            return x + added, None
+        if not (self.takes_steps if x.shape[1] == 1 else self.takes_chunks):
+            return x + added, None
+        self.num_sums += 1
+        return self._kernel(x, added, weight, norm.eps)
+
+    def keep(self, total: mx.array, norm: Any, normed: mx.array | None) -> None:
+        """Keep what ``norm`` gives for a sum until it is asked for."""
+        self._kept = None if normed is None else (total, norm, normed)
+
+    def take(self, x: mx.array, norm: Any) -> mx.array | None:
+        """What was kept, if it is this norm's result for this array. It is kept no longer."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept[0] is not x or kept[1] is not norm:
+            return None
+        return kept[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a block needs: all sums of its model, and the norm that comes after its own."""
+
+    sums: Sums
+    next_norm: Any
+
+
+class _Block:
+    """A block at a ``_place``; comes before the model's own class."""
+
+    _place: _Place
+
+    def __call__(self: Any, x: mx.array, *args: Any, **named: Any) -> mx.array:
+        sums, after = self._place.sums, self._place.next_norm
+        first, second = self.input_layernorm, self.post_attention_layernorm
+        normed = sums.take(x, first)
+        more = self.self_attn(first(x) if normed is None else normed, *args, **named)
+        x, normed = sums.add(x, more, second)
+        more = self.mlp(second(x) if normed is None else normed)
+        if after is None:
+            return x + more
+        x, normed = sums.add(x, more, after)
+        sums.keep(x, after, normed)
+        return x
+
+
+class LastNorm(nn.RMSNorm):  # type: ignore[misc]  # MLX has no types
+    """The norm after the last block, of ``_sums``."""
+
+    _sums: Sums
+
+    def __call__(self, x: mx.array) -> mx.array:
+        normed = self._sums.take(x, self)
+        return super().__call__(x) if normed is None else normed
+
+
+_NORMS = (nn.RMSNorm, LastNorm)
+
+
+@dataclass(frozen=True)
+class FuseResiduals:
+    """Blocks whose sums and norms one kernel computes, in steps, in chunks, or in both.
+
+    If the device refuses this, or then gives other answers, the model computes as before. Answers
+    are compared once; ``measurements`` keep the outcome.
+    """
+
+    launch: Launch
+    takes_steps: bool
+    takes_chunks: bool
+    measurements: Measurements = field(default_factory=Measurements, repr=False)
+
+    def install(self, model: Any) -> Undo:
+        done: list[Undo] = []
+        undo = undo_all(done)
+        form = f"{int(self.takes_steps)}{int(self.takes_chunks)}"
+
+        def agrees() -> bool:
+            before = _logits(model)
+            sums = self._fuse(model, done)
+            after = _logits(model)
+            return are_close(before, after) and sums.num_sums > 0
+
+        is_right = False
+        try:
+            is_right = self.measurements.of(f"{RESIDUAL_AGREES}, {form}", agrees, YES_OR_NO)
+            if is_right and not done:  # by a stored result
+                self._fuse(model, done)
+        except _FAULTS as fault:
+            if is_device_fault(fault):
+                undo()
+                raise
+            is_right = False
+            log.info("sums and norms are not computed by one kernel: %s", fault)
+        except BaseException:
+            undo()
+            raise
+        if not is_right:
+            undo()
+            return undo_all([])
+        log.info("%d blocks have sums and norms by one kernel", num_blocks(model))
+        return undo
+
+    def _fuse(self, model: Any, done: list[Undo]) -> Sums:
+        sums = Sums(
+            ResidualKernel(self.launch),
+            takes_steps=self.takes_steps,
+            takes_chunks=self.takes_chunks,
+        )
+        for blocks, last in _stacks(model):
+            firsts = [*(block.input_layernorm for block in blocks[1:]), last]
+            for block, after in zip(blocks, firsts, strict=True):
+                kind = type(block)
+                fused = type(kind.__name__, (_Block, kind), {})
+                done.append(swap_class(block, fused, _place=_Place(sums, after)))
+            if last is not None:
+                done.append(swap_class(last, LastNorm, _sums=sums))
+        return sums
+
+
+def choose(
+    model: Any, rows: int, launch: Launch, measurements: Measurements
+) -> FuseResiduals | None:
+    """Where sums and norms are faster by one kernel, for steps of ``rows`` rows and for chunks."""
+    norms = [block.post_attention_layernorm for blocks, _ in _stacks(model) for block in blocks]
+    if not norms:
+        return None
+
+    def is_faster(rows: int, tokens: int) -> bool:
+        return _is_faster(norms[0], launch, rows, tokens)
+
+    try:
+        in_steps = measurements.of(RESIDUAL_STEPS, lambda: is_faster(rows, 1), YES_OR_NO)
+        in_chunks = measurements.of(
+            RESIDUAL_CHUNKS, lambda: is_faster(CHUNK_ROWS, CHUNK_TOKENS), YES_OR_NO
+        )
+    except _FAULTS as fault:
+        if is_device_fault(fault):
+            raise
+        log.warning("sums and norms are not computed by one kernel: %s", fault)
+        return None
+    if not in_steps and not in_chunks:
+        return None
+    return FuseResiduals(launch, in_steps, in_chunks, measurements)
+
+
+def num_blocks(model: Any) -> int:
+    """How many blocks of a model have their sums and norms by one kernel."""
+    return sum(isinstance(module, _Block) for module in model.modules())
+
+
+def _stacks(model: Any) -> Iterator[tuple[list[Any], Any]]:
+    """Blocks that follow each other, and the norm after the last of them, or None."""
+    for module in model.modules():
+        blocks = module.get("layers")
+        if isinstance(blocks, list) and blocks and all(map(_is_block, blocks)):
+            last = module.get("norm")
+            yield blocks, last if type(last) is nn.RMSNorm else None
+
+
+def _is_block(module: Any) -> bool:
+    """Whether it has the parts of a block, and norms for which there is a kernel."""
+    if not isinstance(module, nn.Module) or not all(name in module for name in _PARTS):
+        return False
+    norms = module.input_layernorm, module.post_attention_layernorm
+    sizes = {int(norm.weight.size) for norm in norms if type(norm) is nn.RMSNorm}
+    return all(type(norm) is nn.RMSNorm for norm in norms) and max(sizes) <= MOST_SIZE
+
+
+def _is_faster(norm: Any, launch: Launch, rows: int, tokens: int) -> bool:
+    """Whether the kernel is faster for such rows and tokens, and gives the same results.
+
+    Graphs of steps are replayed, and those of chunks are built anew.
+    """
+    weight, kernel = norm.weight, ResidualKernel(launch)
+    shape = rows, tokens, int(weight.size)
+    x, added = (mx.random.normal(shape).astype(weight.dtype) for _ in range(2))
+    mx.eval(x, added)
+
+    def apart() -> Sequence[mx.array]:
+        total = x + added
+        return total, mx.fast.rms_norm(total, weight, norm.eps)
+
+    def at_once() -> Sequence[mx.array]:
+        return kernel(x, added, weight, norm.eps)
+
+    won = gain(apart, at_once, times=_TIMES, is_built=tokens == 1)
+    log.debug("%d tokens: sums and norms are %.2f times as fast by one kernel", rows * tokens, won)
+    return won > _MARGIN and all(map(are_close, apart(), at_once()))
+
+
+def _logits(model: Any) -> mx.array:
+    """The model's outputs for a chunk of a few tokens of two rows, and for one more of each."""
+    cache = make_prompt_cache(model)
+    tokens = mx.array(_TOKENS)
+    logits = [model(tokens, cache=cache), model(tokens[:, :1], cache=cache)]
+    mx.eval(logits)
+    return mx.concatenate(logits, axis=1)
