@@ -1,19 +1,28 @@
 # ruff: noqa: T201  (a helper that talks to a terminal)
-"""Run the tests. Those that failed run again, alone, and have to pass every time.
+"""Run the whole suite, and each test that failed once more by itself.
 
 usage: python tools/run_tests.py [pytest's options]
 
 Many tests start real processes, stop them and wait for them, and several such tests share the
-cores. Now and then one fails because of what runs beside it. So at most ``MOST`` tests that failed
-run ``TIMES`` times more, with nothing beside them. If each passes every time, the run passes, and
-names them: they depend on load and need mending. The first failure stays in the output.
-The exit code is pytest's.
+cores. Now and then one fails because of what runs beside it. So at most ``MOST`` failed tests run
+``TIMES`` times more, each in a process of its own with nothing beside it. If they pass every time,
+the exit code is 0, and they are named: they depend on load and need mending. The first failure
+stays in the output.
+
+In all other cases the exit code is pytest's. That is so for more failures, for a failure outside a
+test's own function, for a process that died, for a file that cannot be read, and wherever options
+say which tests run or how.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,41 +31,55 @@ TIMES = 3
 
 
 class Failures:
-    """A plugin that keeps the ids of the tests that failed, and whether all had their turn."""
+    """A plugin that keeps the ids of the tests that failed, and whether anything else did."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
-        self.is_cut_short = False
+        self.has_others = False
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.has_others |= report.failed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and report.nodeid not in self.ids:
+        if report.failed and report.when == "call":
             self.ids.append(report.nodeid)
+        elif report.failed:  # a fixture, or a process that died
+            self.has_others = True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.is_cut_short = bool(session.shouldfail or session.shouldstop)
+        self.has_others |= bool(session.shouldfail or session.shouldstop)
+        self.has_others |= session.testsfailed != len(self.ids)
 
 
-def passes_alone(ids: list[str]) -> bool:
-    """Whether the tests pass ``TIMES`` times in a row, in a process of their own."""
-    for number in range(TIMES):
-        print(f"\nAlone, {number + 1} of {TIMES}: {', '.join(ids)}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *ids]
-        if subprocess.run(command, check=False).returncode != 0:
+def passes_alone(test: str, environ: Mapping[str, str]) -> bool:
+    """Whether the test passes, and is not skipped, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+        command += [f"--junitxml={report}", test]
+        code = subprocess.run(command, check=False, env=dict(environ)).returncode
+        if code != pytest.ExitCode.OK:
             return False
-    return True
+        (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+        counts = [int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")]
+        return counts == [1, 0, 0, 0]
 
 
 def main(arguments: list[str]) -> int:
     """Run pytest, then what failed. Returns the exit code."""
-    failures = Failures()
+    environ, failures = dict(os.environ), Failures()
     code = int(pytest.main(arguments, plugins=[failures]))
-    if code != pytest.ExitCode.TESTS_FAILED or failures.is_cut_short:
+    is_whole = arguments == [] or (arguments[0], *arguments[2:]) == ("-n", "--dist", "loadfile")
+    if code != pytest.ExitCode.TESTS_FAILED or failures.has_others or not is_whole:
         return code
     if not 0 < len(failures.ids) <= MOST:
         return code
-    if not passes_alone(failures.ids):
-        print("It fails alone, too.", flush=True)
-        return code
+    for test in failures.ids:
+        for number in range(TIMES):
+            print(f"\nAlone, {number + 1} of {TIMES}: {test}", flush=True)
+            if not passes_alone(test, environ):
+                print("It does not pass alone.", flush=True)
+                return code
     print(f"Passed alone {TIMES} times. Mend what depends on load: {', '.join(failures.ids)}")
     return 0
 

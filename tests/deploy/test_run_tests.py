@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "run_tests.py"
+TWO = ("-n", "2", "--dist", "loadfile")  # processes, as ``make test`` has them
 # A test that fails in the runs that stand in FAILS; a file counts them.
 COUNTED = """
 from pathlib import Path
@@ -46,7 +47,7 @@ def ran(folder: Path, *options: str, **fails: tuple[int, ...]) -> tuple[int, str
 
 def test_a_failure_that_does_not_come_again_is_named(tmp_path: Path) -> None:
     """It failed once and passes three times alone: the run passes, and says what to mend."""
-    code, output, counts = ran(tmp_path, "-n", "2", good=(), shaky=(0,))
+    code, output, counts = ran(tmp_path, *TWO, good=(), shaky=(0,))
     assert code == 0, output
     assert "Mend what depends on load: test_shaky.py::test_shaky\n" in output
     assert "assert 0 not in {0}" in output  # the first failure can be read
@@ -67,14 +68,31 @@ def test_many_failures_run_once(tmp_path: Path) -> None:
     assert (code, set(counts.values())) == (1, {1}), output
 
 
-def test_a_run_that_was_cut_short_is_not_mended(tmp_path: Path) -> None:
-    """Tests that had no turn have not passed."""
+OTHERS = {
+    "a file that cannot be read": "import nothing_that_exists\n",
+    "a process that dies": "import os\n\ndef test_dies():\n    os._exit(1)\n",
+    "a fixture": (
+        "import pytest\n\n@pytest.fixture\ndef broken():\n    yield\n    raise OSError\n\n"
+        "def test_it(broken):\n    pass\n"
+    ),
+    "a test that is skipped alone": (
+        "import os, pytest\n\ndef test_it():\n"
+        "    if 'PYTEST_XDIST_WORKER' not in os.environ:\n        pytest.skip('alone')\n"
+        "    assert False\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_is_no_accident_fails_the_run(what: str, tmp_path: Path) -> None:
+    """Beside a failure that does not come again."""
+    (tmp_path / "test_other.py").write_text(OTHERS[what])
+    code, output, counts = ran(tmp_path, *TWO, shaky=(0,))
+    assert code != 0 and "Mend" not in output, output
+    assert what == "a test that is skipped alone" or counts == {"shaky": 1}
+
+
+def test_a_part_of_the_suite_runs_once(tmp_path: Path) -> None:
+    """Options may be what makes a test fail, or may leave tests out."""
     code, output, counts = ran(tmp_path, "-x", bad=(0,), good=())
     assert (code, counts) == (1, {"bad": 1}), output
-
-
-def test_a_file_that_cannot_be_read_fails_the_run(tmp_path: Path) -> None:
-    """Its tests are unknown, so none of them can pass."""
-    (tmp_path / "test_broken.py").write_text("import nothing_that_exists\n")
-    code, output, counts = ran(tmp_path, good=())
-    assert (code, counts) == (2, {}), output

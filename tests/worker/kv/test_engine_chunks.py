@@ -170,6 +170,60 @@ def attended(layer: AttentionPrefill, queries: mx.array, mask: Any) -> mx.array:
     return attend(queries, 0.2, mask, None)
 
 
+@pytest.mark.parametrize("gains", [(2.0, 0.9), (1.01, 2.0)])
+def test_a_kernel_that_loses_in_larger_chunks_is_not_used(
+    gains: tuple[float, float], launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches count in small chunks, and bytes in large ones."""
+    found = iter(gains)
+    monkeypatch.setattr(chunkcheck, "gain", lambda *_: next(found))
+    crowd = crowd_of("llama", "affine8", launch)
+    assert crowd.engine.plan.num_packed == 0
+
+
+def test_a_layer_with_a_window_has_no_pads_behind_it(launch: CppLaunch) -> None:
+    """Its mask is no causal one then, and would not hide them."""
+    crowd = crowd_of("gpt_oss", "affine8", launch)
+    kind: Any = next(one for one in crowd.engine.plan.kinds if one.window is not None)
+    for tokens, rows in ((kind.window + 1, 3), (kind.window, 8)):
+        layer = kind.prefill(64, 64)
+        _, keys, values = numbers(layer, 3, tokens)
+        layer.update_and_fetch(keys, values)
+        assert layer._chunk is not None and layer._chunk.keys.shape[0] == rows
+
+
+def test_a_prefix_of_too_few_numbers_is_not_joined(launch: CppLaunch) -> None:
+    """Metal binds small arrays in another address space, which the kernel does not read."""
+    layer, _ = prefill_layer(launch)
+    _, keys, values = numbers(layer, 2, 9)
+    count = layer._scheme.shape.num_heads * layer._scheme.shape.key_size // 64
+    for tokens, form in ((7 // count, DENSE), (-(-8 // count), BEHIND)):
+        layer, _ = prefill_layer(launch)
+        before = numbers(layer, 1, tokens)
+        prefix = layer._scheme.keys.pack(before[1]), layer._scheme.values.pack(before[2])
+        layer.share([prefix], tokens)
+        launch.counts.clear()
+        layer.update_and_fetch(keys, values)
+        assert set(launch.counts) == {form}
+
+
+def test_longer_chunks_than_a_grid_are_packed_by_mlx(
+    launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's grids have an end."""
+    layer, _ = prefill_layer(launch)
+    _, keys, values = numbers(layer, 2, 9)
+    launch.counts.clear()
+    monkeypatch.setattr(chunk_packing, "MOST_COLUMNS", 8)
+    layer.update_and_fetch(keys, values)
+    assert not launch.counts and layer._chunk is None
+    layer, _ = prefill_layer(launch)
+    launch.counts.clear()
+    monkeypatch.setattr(chunk_packing, "MOST_COLUMNS", 100)
+    layer.update_and_fetch(keys, values)
+    assert set(launch.counts) == {DENSE} and layer._chunk and layer._chunk.keys.shape[2] == 100
+
+
 @pytest.mark.parametrize("mask", ["causal", None, "array"])
 def test_attention_has_no_pads(mask: Any, launch: CppLaunch) -> None:
     """A causal mask hides zeros behind a row; without it, or with another, they are cut off."""
@@ -237,12 +291,12 @@ def test_dense_numbers_are_dropped(is_attended: bool, launch: CppLaunch) -> None
     assert mx.get_active_memory() - before < dense_bytes / 2
 
 
-@pytest.mark.parametrize("limit", ["MOST_JOINED", "MOST_COLUMNS"])
+@pytest.mark.parametrize(("limit", "most"), [("MOST_JOINED", 1), ("MOST_COLUMNS", 64)])
 def test_a_long_prefix_is_not_copied_for_each_row(
-    limit: str, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+    limit: str, most: int, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond a limit a few rows are joined with it at a time, as without the kernel."""
-    monkeypatch.setattr(chunk_packing, limit, 1)
+    monkeypatch.setattr(chunk_packing, limit, most)
     rows = {name: prompt for name, prompt in prompts().items() if "behind" in name}
     crowd = crowd_of("llama", "affine8", launch)
     launch.counts.clear()
@@ -262,7 +316,7 @@ def test_a_kernel_that_is_not_better_is_not_used(
 ) -> None:
     """Other bits in one of its forms, no gain, a compiler's refusal, starts that ended in it."""
     said = {
-        "other bits": "packs chunks of affine8/g64 with other bits",
+        "other bits": "packs chunks of affine8/g64 otherwise",
         "slower": "",
         "refused": "chunks of affine8/g64 are not packed by one kernel: no such word",
         "unfinished": "the kernel for chunks is not used for affine8/g64",

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import residual_blocks
-from batchkv_worker.kv.backends.gpu.residual_blocks import FuseResiduals, LastNorm, num_blocks
+from batchkv_worker.kv.backends.gpu.residual_blocks import (
+    FuseResiduals,
+    LastNorm,
+    Sums,
+    num_blocks,
+)
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.kv.kernels.launch import Launch
-from batchkv_worker.kv.kernels.residual import RESIDUAL
+from batchkv_worker.kv.kernels.residual import RESIDUAL, ResidualKernel
 from worker.kv.crowd import Crowd, model_of, random_prompt
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 
@@ -156,13 +162,55 @@ def test_a_norm_is_computed_for_what_it_is_given(launch: CppLaunch, model: Any) 
     """What was kept for a block is not used for other numbers, nor later."""
     undo = install(model, [FuseResiduals(launch, True, True)])
     first, second, *_ = model.layers
-    x = mx.random.normal((1, 3, model.args.hidden_size))
+    x, more = mx.random.normal((2, 1, 3, model.args.hidden_size))
     out = first(x, None, None)
-    other = 2 * out
+    other = out + more
     found = second(other, None, None), second(out, None, None)
     undo()
     wanted = second(other, None, None), second(out, None, None)
     assert all(mx.allclose(*both, atol=1e-4) for both in zip(found, wanted, strict=True))
+
+
+def test_what_was_kept_is_given_once_and_to_its_norm_alone(launch: CppLaunch) -> None:
+    """Another norm, another array, and a second call get nothing."""
+    sums = Sums(ResidualKernel(launch), takes_steps=True, takes_chunks=True)
+    norm, other = nn.RMSNorm(64), nn.RMSNorm(64)
+    for given, by, is_given in ((0, norm, True), (0, other, False), (1, norm, False)):
+        arrays = mx.random.normal((2, 1, 2, 64))
+        total, normed = sums.add(arrays[0], arrays[1], norm)
+        sums.keep(total, norm, normed)
+        found = sums.take((total, total + 0)[given], by)
+        assert (found is normed) is is_given and sums.take(total, norm) is None
+
+
+@pytest.mark.parametrize("what", ["dtype", "shape", "axes", "norm"])
+def test_other_arrays_are_added_by_mlx(what: str, launch: CppLaunch) -> None:
+    """The sum is the same, and the norm is left to the model."""
+    sums = Sums(ResidualKernel(launch), takes_steps=True, takes_chunks=True)
+    x, added = mx.random.normal((2, 1, 2, 64))
+    norm: Any = nn.LayerNorm(64) if what == "norm" else nn.RMSNorm(64)
+    if what == "dtype":
+        added = added.astype(mx.float16)
+    if what == "shape":
+        added = added[:, :1]
+    if what == "axes":
+        x, added = x[0], added[0]
+    total, normed = sums.add(x, added, norm)
+    assert normed is None and mx.array_equal(total, x + added)
+    assert not launch.counts
+
+
+def test_one_norm_is_left(launch: CppLaunch, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block's first one, which follows no sum."""
+    undo = install(model, [FuseResiduals(launch, True, True)])
+    calls: list[mx.array] = []
+    real = mx.fast.rms_norm
+    monkeypatch.setattr(
+        mx.fast, "rms_norm", lambda *given: (calls.append(given[0]), real(*given))[1]
+    )
+    logits(model, [[1, 2, 3]])
+    undo()
+    assert len(calls) == 1
 
 
 def test_nothing_is_kept_after_a_pass(launch: CppLaunch, model: Any) -> None:

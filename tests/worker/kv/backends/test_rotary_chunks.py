@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import qwen3
 
 from batchkv_worker.kv.backends.compare import difference
 from batchkv_worker.kv.backends.generic import GenericBackend
@@ -327,3 +328,35 @@ def test_chunks_at_any_positions(offset: Any, launch: CppLaunch, model: Any) -> 
     assert heads.num_chunks == count + is_known
     for one, other in zip(found, wanted, strict=True):
         assert difference(one, rope(other, offset=offset)) <= 2e-4
+
+
+class ScaledInChunks(qwen3.Attention):  # type: ignore[misc]
+    """Layers that scale their values before a cache gets them, but for one token at a time."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        sizes = *x.shape[:2], -1, round(self.scale**-2)
+        parts = [one(x).reshape(sizes) for one in (self.q_proj, self.k_proj, self.v_proj)]
+        both = zip((self.q_norm, self.k_norm), parts, strict=False)
+        normed = [norm(one).transpose(0, 2, 1, 3) for norm, one in both]
+        queries, keys = (self.rope(one, offset=cache.offset) for one in normed)
+        values = parts[-1].transpose(0, 2, 1, 3)
+        keys, values = cache.update_and_fetch(keys, values if x.shape[1] == 1 else 2 * values)
+        out = qwen3.scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=self.scale, mask=mask
+        )
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+
+
+def test_values_that_change_in_chunks_alone_are_seen(launch: CppLaunch) -> None:
+    """They are not where the product gave them, so chunks are computed as before."""
+    plain = model_of("qwen3")
+    model = type(plain)(plain.args)
+    model.update(plain.parameters())
+    for layer in model.layers:
+        layer.self_attn.__class__ = ScaledInChunks
+    crowd: Any = Crowd(model, path="folded", scheme="affine8", backend=backend_of(launch))
+    assert in_use(model) == (len(model.layers), False)
+    prompts = {"row": random_prompt(3, 40)}
+    found = crowd.answers(prompts)
+    other: Any = Crowd(model, path="folded", scheme="affine8", backend=GenericBackend())
+    assert found == other.answers(prompts)

@@ -120,8 +120,8 @@ class RecordKernels(Protocol):
 class ChunkKernels(Protocol):
     """Kernels for the keys and values of a chunk of prompts, in the basis of storage.
 
-    ``keys`` and ``values`` are ``[rows, kv heads, tokens, size]``. The parts have the bits that the
-    schemes pack.
+    ``keys`` and ``values`` are ``[rows, kv heads, tokens, size]``. The parts are those that the
+    schemes pack. No array may have fewer numbers than ``launch.LEAST_NUMBERS``.
     """
 
     def pack(self, keys: mx.array, values: Input) -> PackedKV:

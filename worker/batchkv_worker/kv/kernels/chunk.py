@@ -41,7 +41,7 @@ class ChunkKernel:
         return cls(layout, launch)
 
     def pack(self, keys: mx.array, values: Input) -> PackedKV:
-        """The parts that the schemes pack, bit for bit, of ``[rows, kv heads, tokens, size]``.
+        """The parts that the schemes pack, of ``[rows, kv heads, tokens, size]``.
 
         Keys and values are in the basis of storage, in the layout's dtype. Where values do not lie
         in one piece, they should be a view.

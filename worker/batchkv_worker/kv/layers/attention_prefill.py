@@ -134,11 +134,13 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         start = self.offset - self.base
         end = start + keys.shape[-2]
         self._is_unread = self._unread is not None and self.attend is not None
+        tokens = keys.shape[-2]
         (packed_keys, packed_values), self._chunk = self._packing.pack(
             keys,
             VALUE_PARTS.of(keys, values),
             self._shared,
-            is_dense=start == 0 and self._is_unread,
+            is_dense=start == 0 and tokens > 1 and self._is_unread,
+            is_padded=self._window is None or tokens <= self._window,
         )
         self._store(self._keys, packed_keys, start, end)
         self._store(self._values, packed_values, start, end)
@@ -190,11 +192,14 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             out = chunk.attend(self._layer, queries, self._shared, scale, mask, sinks)
+            num_dense = chunk.num_numbers
+            del chunk  # else it would outlive its attention, for which the next line may wait
         else:
             out = self._attend_packed(queries, end, scale, mask, sinks)
-        shape, rows = self._scheme.shape, queries.shape[0]
-        each = shape.num_heads * (shape.key_size + shape.value_size)
-        self.pacing.follow(out, rows * end * each if self._scheme.is_packed else 0)
+            shape = self._scheme.shape
+            each = shape.num_heads * (shape.key_size + shape.value_size)
+            num_dense = queries.shape[0] * end * each if self._scheme.is_packed else 0
+        self.pacing.follow(out, num_dense)
         return out
 
     def _attend_packed(

@@ -17,7 +17,7 @@ from batchkv_worker.kv.attention import paths, shared_prefix_prefill
 from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.backends.contract import ChunkKernels
 from batchkv_worker.kv.kernels.chunk import MOST_COLUMNS
-from batchkv_worker.kv.kernels.launch import Input, arrays_of
+from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS, Input, arrays_of
 from batchkv_worker.kv.types import PackedKV
 
 MOST_JOINED = 2**26  # numbers of keys and values behind a prefix: 128 MiB in half precision
@@ -33,6 +33,11 @@ class DenseChunk:
     keys: mx.array
     values: mx.array
     before: int = 0
+
+    @property
+    def num_numbers(self) -> int:
+        """Of both arrays."""
+        return int(self.keys.size + self.values.size)
 
     def attend(
         self,
@@ -82,15 +87,17 @@ class ChunkPacking:
         shared: Sequence[PackedKV],
         *,
         is_dense: bool,
+        is_padded: bool,
     ) -> tuple[PackedKV, DenseChunk | None]:
         """The parts of ``[rows, kv heads, tokens, size]``, as the model has them.
 
         ``is_dense``: also the dense chunk, if there is a kernel for it. It attends to itself and to
-        the ``shared`` prefixes alone.
+        the ``shared`` prefixes alone; ``is_padded``: under a causal mask, which hides pads.
         """
         scheme, dtype, kernels = self._layer.scheme, self._layer.dtype, self._kernels
         (dense_values,) = arrays_of([values])
-        if kernels is None or {keys.dtype, values.dtype} != {dtype}:
+        is_other = {keys.dtype, values.dtype} != {dtype} or keys.shape[2] > MOST_COLUMNS
+        if kernels is None or is_other:
             if self._copies:
                 dense_values = mx.contiguous(dense_values)
             return (scheme.keys.pack(keys), scheme.values.pack(dense_values)), None
@@ -98,25 +105,35 @@ class ChunkPacking:
         given = scheme.values.rotate(dense_values) if scheme.values.is_rotated else values
         if not is_dense:
             return kernels.pack(stored, given), None
-        prefix, rows, tokens = self._sizes(keys, shared)
+        prefix, rows, tokens = self._sizes(keys, shared, is_padded=is_padded)
         packed, (dense_keys, dense) = kernels.pack_and_give(stored, given, prefix, rows, tokens)
         before = 0 if prefix is None else prefix[0][0].shape[2]
         return packed, DenseChunk(dense_keys, dense, before)
 
     def _sizes(
-        self, keys: mx.array, shared: Sequence[PackedKV]
+        self, keys: mx.array, shared: Sequence[PackedKV], *, is_padded: bool
     ) -> tuple[PackedKV | None, int, int]:
         """The prefix that comes before a dense chunk, if any, and the chunk's rows and tokens."""
         backend, shape = self._layer.backend, self._layer.scheme.shape
         rows, _, tokens, _ = keys.shape
-        before = sum(one[0][0].shape[2] for one in shared)
-        columns = before + tokens
-        numbers = shape.num_heads * shape.key_size
-        padded, more = backend.padded_chunk(rows, tokens, columns, numbers)
+        columns = tokens + sum(one[0][0].shape[2] for one in shared)
+        padded, more = rows, 0
+        if is_padded:
+            numbers = shape.num_heads * shape.key_size
+            padded, more = backend.padded_chunk(rows, tokens, columns, numbers)
         if not shared:
-            return None, padded, tokens + more
+            return None, padded, min(tokens + more, MOST_COLUMNS)
         each = shape.num_heads * (shape.key_size + shape.value_size)
-        is_joined = len(shared) == 1 and backend.has_fused_attention
-        if not is_joined or columns > MOST_COLUMNS or padded * columns * each > MOST_JOINED:
+        is_small = columns <= MOST_COLUMNS and padded * columns * each <= MOST_JOINED
+        is_joined = len(shared) == 1 and is_padded and backend.has_fused_attention
+        if not is_joined or not is_small or not self._can_read(shared[0]):
             return None, rows, tokens
         return shared[0], padded, tokens
+
+    def _can_read(self, prefix: PackedKV) -> bool:
+        """Whether the kernel reads such parts: of its dtype, and not too few numbers for Metal."""
+        return all(
+            part.size >= LEAST_NUMBERS and part.dtype in (mx.uint32, self._layer.dtype)
+            for parts in prefix
+            for part in parts
+        )

@@ -177,7 +177,7 @@ class FuseResiduals:
             firsts = [*(block.input_layernorm for block in blocks[1:]), last]
             for block, after in zip(blocks, firsts, strict=True):
                 kind = type(block)
-                fused = type(kind.__name__, (_Block, kind), {})
+                fused = type(kind.__name__, (_Block, kind), {"__module__": kind.__module__})
                 done.append(swap_class(block, fused, _place=_Place(sums, after)))
             if last is not None:
                 done.append(swap_class(last, LastNorm, _sums=sums))
