@@ -68,7 +68,8 @@ def passes_alone(test: str, environ: Mapping[str, str]) -> bool:
 def main(arguments: list[str]) -> int:
     """Run pytest, then what failed. Returns the exit code."""
     environ, failures = dict(os.environ), Failures()
-    code = int(pytest.main(arguments, plugins=[failures]))
+    sys.path.insert(0, os.getcwd())  # as for ``python -m pytest``
+    code = int(pytest.main([*arguments], plugins=[failures]))  # which adds to its list
     is_whole = arguments == [] or (arguments[0], *arguments[2:]) == ("-n", "--dist", "loadfile")
     if code != pytest.ExitCode.TESTS_FAILED or failures.has_others or not is_whole:
         return code

@@ -30,7 +30,7 @@ def ran(folder: Path, *options: str, **fails: tuple[int, ...]) -> tuple[int, str
     """Exit code, output, and how many times each test ran, of tests that fail in some runs."""
     for name, numbers in fails.items():
         (folder / f"test_{name}.py").write_text(COUNTED.format(name=name, fails=set(numbers)))
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
     command = [sys.executable, str(TOOL), *options]
     # The tool under test starts workers of its own.
     others = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
@@ -90,6 +90,15 @@ def test_what_is_no_accident_fails_the_run(what: str, tmp_path: Path) -> None:
     code, output, counts = ran(tmp_path, *TWO, shaky=(0,))
     assert code != 0 and "Mend" not in output, output
     assert what == "a test that is skipped alone" or counts == {"shaky": 1}
+
+
+def test_modules_are_found_as_by_python_m_pytest(tmp_path: Path) -> None:
+    """The folder in which it is started is one where modules are searched."""
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "test_it.py").write_text("import beside\n\ndef test_it():\n    pass\n")
+    code, output, _ = ran(tmp_path, *TWO, good=())
+    assert code == 0 and "2 passed" in output, output
 
 
 def test_a_part_of_the_suite_runs_once(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_nothing_is_kept_after_a_pass(launch: CppLaunch, model: Any) -> None:
     undo()
 
 
-@pytest.mark.parametrize("what", ["slower", "refused", "other numbers"])
+@pytest.mark.parametrize("what", ["slower", "refused", "unfinished", "other numbers"])
 def test_a_kernel_that_is_not_better_is_not_used(
     what: str, launch: CppLaunch, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +229,8 @@ def test_a_kernel_that_is_not_better_is_not_used(
     made: Any = launch
     if what == "slower":
         monkeypatch.setattr(residual_blocks, "gain", lambda *_, **__: 1.01)
+    if what == "unfinished":
+        monkeypatch.setattr(Measurements, "begin_try", lambda *_: False)
     if what == "refused":
 
         def refuse(*_: Any) -> Any:

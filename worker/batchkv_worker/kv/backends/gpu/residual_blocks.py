@@ -193,6 +193,13 @@ def choose(
         return None
 
     def is_faster(rows: int, tokens: int) -> bool:
+        # The kernel is new, and a fault of it could end each start.
+        if not measurements.begin_try(f"unfinished tries of the residual kernel, {tokens} tokens"):
+            log.warning(
+                "the kernel for residual sums is not used: earlier starts ended while it was "
+                "tried; `batchkv tune` tries it again"
+            )
+            return False
         return _is_faster(norms[0], launch, rows, tokens)
 
     try:
