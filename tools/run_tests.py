@@ -1,13 +1,13 @@
 # ruff: noqa: T201  (a helper that talks to a terminal)
-"""Run the whole suite, and each test that failed once more by itself.
+"""Run the whole suite, and run again by itself what failed.
 
 usage: python tools/run_tests.py [pytest's options]
 
 Many tests start real processes, stop them and wait for them, and several such tests share the
 cores. Now and then one fails because of what runs beside it. So at most ``MOST`` failed tests run
-``TIMES`` times more, each in a process of its own with nothing beside it. If they pass every time,
-the exit code is 0, and they are named: they depend on load and need mending. The first failure
-stays in the output.
+``TIMES`` times more, each in a process of its own with nothing beside it, and then once with all
+tests of their files. If they pass every time, the exit code is 0, and they are named: they depend
+on what runs beside them, and need mending. The first failure stays in the output.
 
 In all other cases the exit code is pytest's. That is so for more failures, for a failure outside a
 test's own function, for a process that died, for a file that cannot be read, and wherever options
@@ -51,18 +51,18 @@ class Failures:
         self.has_others |= session.testsfailed != len(self.ids)
 
 
-def passes_alone(test: str, environ: Mapping[str, str]) -> bool:
-    """Whether the test passes, and is not skipped, in a process of its own."""
+def passes(test: str, options: list[str], environ: Mapping[str, str]) -> bool:
+    """Whether the test passes, and is not skipped, in a run of its own; or all tests of a file."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
         command += [f"--junitxml={report}", test]
         code = subprocess.run(command, check=False, env=dict(environ)).returncode
         if code != pytest.ExitCode.OK:
             return False
         (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
         counts = [int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")]
-        return counts == [1, 0, 0, 0]
+        return "::" not in test or counts == [1, 0, 0, 0]
 
 
 def main(arguments: list[str]) -> int:
@@ -76,12 +76,14 @@ def main(arguments: list[str]) -> int:
     if not 0 < len(failures.ids) <= MOST:
         return code
     for test in failures.ids:
-        for number in range(TIMES):
-            print(f"\nAlone, {number + 1} of {TIMES}: {test}", flush=True)
-            if not passes_alone(test, environ):
-                print("It does not pass alone.", flush=True)
+        file = test.split("::")[0], ["-n", "1"] if arguments else []
+        for what, options in [(test, [])] * TIMES + [file]:
+            print(f"\nAgain, by itself: {what}", flush=True)
+            if not passes(what, options, environ):
+                print("It does not pass.", flush=True)
                 return code
-    print(f"Passed alone {TIMES} times. Mend what depends on load: {', '.join(failures.ids)}")
+    names = ", ".join(failures.ids)
+    print(f"Passed by itself each time. Mend what depends on other tests or on load: {names}")
     return 0
 
 

@@ -23,6 +23,7 @@ from batchkv_worker.kv.backends.gpu import (
     rotary_chunks,
     rotary_layers,
 )
+from batchkv_worker.kv.backends.gpu.residual_blocks import num_blocks
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.kernels.body import Body
@@ -118,11 +119,14 @@ def test_whole_engines_give_the_same_tokens(family: str, scheme: str, launch: Cp
 def test_values_are_read_where_one_product_gave_them(
     launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one kernel for norms and positions of chunks, values are no copy."""
+    """With one kernel for norms and positions of chunks, values are no copy.
+
+    All kernels of ours serve here at once.
+    """
     monkeypatch.setattr(rotary_layers, "_is_faster", lambda *shape: True)
     monkeypatch.setattr(joint_product, "is_faster", lambda *shape: True)
     monkeypatch.setattr(rotary_chunks, "gain", lambda *_, **__: 2.0)
-    monkeypatch.setattr(residual_blocks, "choose", lambda *_: None)
+    monkeypatch.setattr(residual_blocks, "_gain", lambda *_: 2.0)
     values: list[Input] = []
 
     def noting(body: Body, constants: tuple[Constant, ...]) -> Run:
@@ -135,6 +139,7 @@ def test_values_are_read_where_one_product_gave_them(
     values.clear()
     found = crowd.answers(prompts())
     assert values and all(isinstance(one, View) for one in values)
+    assert num_blocks(crowd.model) == len(crowd.model.layers) == crowd.engine.plan.num_packed
     assert VALUE_PARTS._last is None
     assert found == crowd_of("qwen3", "affine8", None, chunk_tokens=256).answers(prompts())
 
@@ -305,7 +310,7 @@ def test_a_long_prefix_is_not_copied_for_each_row(
     assert found == crowd_of("llama", "affine8", None).answers(rows)
 
 
-@pytest.mark.parametrize("what", ["other bits", "slower", "refused", "unfinished"])
+@pytest.mark.parametrize("what", ["other numbers", "slower", "refused", "unfinished"])
 def test_a_kernel_that_is_not_better_is_not_used(
     what: str,
     folder: Path,
@@ -314,16 +319,16 @@ def test_a_kernel_that_is_not_better_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Other bits in one of its forms, no gain, a compiler's refusal, starts that ended in it."""
+    """Other numbers in one of its forms, no gain, a compiler's refusal, starts that ended in it."""
     said = {
-        "other bits": "packs chunks of affine8/g64 otherwise",
+        "other numbers": "packs chunks of affine8/g64 differently",
         "slower": "",
         "refused": "chunks of affine8/g64 are not packed by one kernel: no such word",
         "unfinished": "the kernel for chunks is not used for affine8/g64",
     }[what]
     made: Any = launch
     kept = Measurements.in_home(tmp_path, {})
-    if what == "other bits":
+    if what == "other numbers":
         fault = "GIVEN_BACK(T, packed.scale, packed.codes.at[i], packed.bias)", "0.0f"
         made = CppLaunch(folder, faults=(fault,))
     if what == "slower":

@@ -59,6 +59,7 @@ def launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppLaunch:
     """The kernel as C++, which wins every comparison."""
     monkeypatch.setattr(residual_blocks, "gain", lambda *_, **__: 2.0)
     monkeypatch.setattr(residual_blocks, "CHUNK_TOKENS", 2)
+    monkeypatch.setattr(residual_blocks, "CHUNKS", ((2, 1), (3, 1)))
     return CppLaunch(folder)
 
 
@@ -115,13 +116,13 @@ def test_steps_or_chunks_alone(takes: tuple[bool, bool], launch: CppLaunch, mode
     assert num_blocks(model) == 0 and LastNorm not in kinds_in(model)
 
 
-def granite() -> Any:
+def granite(multiplier: float = 0.2, embedding: float = 1.0) -> Any:
     """A model whose blocks have the same parts, but scale what they add."""
     module = import_module("mlx_lm.models.granite")
     llama = model_of("llama").args
     args = {"model_type": "granite", "max_position_embeddings": 512, "tie_word_embeddings": True}
-    args |= {"logits_scaling": 1.0, "attention_multiplier": 0.2, "embedding_multiplier": 1.0}
-    args |= {"residual_multiplier": 0.2, "attention_bias": False, "mlp_bias": False}
+    args |= {"logits_scaling": 1.0, "attention_multiplier": 0.2, "embedding_multiplier": embedding}
+    args |= {"residual_multiplier": multiplier, "attention_bias": False, "mlp_bias": False}
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
     names += ("rms_norm_eps", "vocab_size", "num_key_value_heads", "rope_theta")
     args |= {name: getattr(llama, name) for name in names}
@@ -131,11 +132,12 @@ def granite() -> Any:
     return found
 
 
+@pytest.mark.parametrize("scales", [(0.2, 1.0), (0.22, 50.0), (0.999, 1.0)])
 def test_blocks_that_do_more_are_left_alone(
-    launch: CppLaunch, caplog: pytest.LogCaptureFixture
+    scales: tuple[float, float], launch: CppLaunch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answers would be others. This is usual, so nothing warns."""
-    model = granite()
+    """The answers would be others, if only a little. This is usual, so nothing warns."""
+    model = granite(*scales)
     change = residual_blocks.choose(model, ROWS, launch, Measurements())
     before, wanted = kinds_in(model), logits(model, [[1, 2, 3]])
     assert change is not None
@@ -143,6 +145,40 @@ def test_blocks_that_do_more_are_left_alone(
         install(model, [change])
     assert not caplog.text and kinds_in(model) == before
     assert mx.array_equal(logits(model, [[1, 2, 3]])[0], wanted[0])
+
+
+@pytest.mark.parametrize("fault", [MemoryError, NameError, RuntimeError])
+def test_a_fault_of_the_comparison_leaves_the_model(
+    fault: type[Exception], launch: CppLaunch, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start goes on."""
+    before = kinds_in(model)
+
+    def fail(_: Any) -> Any:
+        raise fault("something is wrong")
+
+    monkeypatch.setattr(residual_blocks, "_logits", fail)
+    install(model, [FuseResiduals(launch, True, True)])
+    assert kinds_in(model) == before
+
+
+@pytest.mark.parametrize(
+    ("gains", "takes"),
+    [((2, 1, 0.99), (True, False)), ((1, 2, 0.99), (False, True)), ((2, 2, 0.9), (True, False))],
+)
+def test_steps_and_chunks_are_timed_apart(
+    gains: tuple[float, ...],
+    takes: tuple[bool, bool],
+    launch: CppLaunch,
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk of many tokens must lose nothing."""
+    found = iter(gains)
+    monkeypatch.setattr(residual_blocks, "gain", lambda *_, **__: next(found))
+    change = residual_blocks.choose(model, ROWS, launch, Measurements())
+    assert change is not None
+    assert (change.takes_steps, change.takes_chunks) == takes
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gear", "qwen3_next", "gpt_oss", "deepseek_v3"])
@@ -183,7 +219,7 @@ def test_what_was_kept_is_given_once_and_to_its_norm_alone(launch: CppLaunch) ->
         assert (found is normed) is is_given and sums.take(total, norm) is None
 
 
-@pytest.mark.parametrize("what", ["dtype", "shape", "axes", "norm"])
+@pytest.mark.parametrize("what", ["dtype", "shape", "axes", "norm", "weights"])
 def test_other_arrays_are_added_by_mlx(what: str, launch: CppLaunch) -> None:
     """The sum is the same, and the norm is left to the model."""
     sums = Sums(ResidualKernel(launch), takes_steps=True, takes_chunks=True)
@@ -193,6 +229,8 @@ def test_other_arrays_are_added_by_mlx(what: str, launch: CppLaunch) -> None:
         added = added.astype(mx.float16)
     if what == "shape":
         added = added[:, :1]
+    if what == "weights":
+        norm = nn.RMSNorm(32)
     if what == "axes":
         x, added = x[0], added[0]
     total, normed = sums.add(x, added, norm)
@@ -258,7 +296,7 @@ def test_a_second_start_compares_nothing(
         assert num_blocks(model) == len(model.layers)
         restore(model)
         if is_first:
-            for name in ("_is_faster", "_logits"):
+            for name in ("_gain", "_logits"):
                 monkeypatch.setattr(residual_blocks, name, lambda *_: pytest.fail("compared again"))
 
 

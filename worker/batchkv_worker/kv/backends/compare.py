@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-_CLOSE = 0.05  # of the largest number: rounding errors are smaller, those of a wrong product larger
+CLOSE = 0.05  # of the largest number: rounding errors are smaller, those of a wrong product larger
 
 # Shares of the largest number that rounding alone explains in attention. Scores and weights are
 # rounded to the dtype: by 2^-9 of themselves in bfloat16, 2^-12 in float16.
@@ -26,7 +26,7 @@ _FIRST_APPLE_GPU, _FIRST_CUDA = 17, 80
 
 def are_close(one: mx.array, other: mx.array) -> bool:
     """Whether they differ by no more than rounding explains."""
-    return difference(one, other) <= _CLOSE
+    return difference(one, other) <= CLOSE
 
 
 def difference(wanted: mx.array, found: mx.array) -> float:

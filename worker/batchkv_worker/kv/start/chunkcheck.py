@@ -27,7 +27,7 @@ _MORE_ROWS, _MORE_TOKENS = 8, 320  # with pads
 _BEFORE = 65  # tokens of a prefix
 _MANY_ROWS = 8  # of the larger chunk that is timed
 _MARGIN = 1.02  # by which the kernel has to be faster
-_LOSS = 0.98  # of its time that it may lose in a larger chunk
+_LEAST = 0.98  # how many times as fast it must be in a larger chunk
 _REPEATS = 15
 _LAYERS = 8  # that are timed together
 
@@ -44,12 +44,12 @@ def are_better(kernels: ChunkKernels, layer: LayerAttention) -> bool:
     mx.eval(in_turn, prefix)
     forms = _results(plain, keys, in_turn, prefix), _results(kernels, keys, in_turn, prefix)
     if not all(_equal(wanted, found) for wanted, found in zip(*forms, strict=True)):
-        log.warning("one kernel packs chunks of %s otherwise: not used", layer.scheme)
+        log.warning("one kernel packs chunks of %s differently: it is not used", layer.scheme)
         return False
 
     gains = [_gain(plain, kernels, layer, rows) for rows in (ROWS, _MANY_ROWS)]
     log.debug("chunks: one kernel packs %.2f and %.2f times as fast", *gains)
-    return gains[0] > _MARGIN and gains[1] > _LOSS
+    return gains[0] > _MARGIN and gains[1] > _LEAST
 
 
 def _gain(plain: ChunkKernels, kernels: ChunkKernels, layer: LayerAttention, rows: int) -> float:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.slots.step_view import Shapes
 from batchkv_worker.kv.start import prefix_cost
+from batchkv_worker.kv.start.backend import num_residual_blocks, rotary_in_use
 from batchkv_worker.kv.start.decision import Decision, Fixed, decide
 from batchkv_worker.kv.start.replaycheck import can_replay
 from batchkv_worker.kv.start.selfcheck import TRAITS, Traits, find_traits, warn_of
@@ -69,8 +71,7 @@ class KvPlan:
     @property
     def num_packed(self) -> int:
         """Layers in which one kernel packs the keys and values of chunks of prompts."""
-        kinds = (kind for kind in self.kinds if isinstance(kind, AttentionKind))
-        return sum(kind.chunks is not None for kind in kinds)
+        return _num_packed(self.kinds)
 
     @property
     def paths(self) -> dict[LayerScheme, Path | None]:
@@ -111,9 +112,9 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
     """The plan, if the changed model gives the same logits in a batch as alone."""
     backend, kinds = decision.backend, decision.kinds(tree)
     exact = decision.exact_kinds(tree)
-    kept = backend.measurements
+    kept, form = backend.measurements, _form_of(model, kinds)
     traits = kept.of(
-        "self-check",
+        f"self-check{form}",
         lambda: find_traits(backend, name, model, tree, exact, kinds, decision.dtype),
         TRAITS,
     )
@@ -126,16 +127,18 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
         mask_rank=traits.mask_rank,
     )
     if kept.of(
-        "dense arrays are unread",
+        f"dense arrays are unread{form}",
         lambda: are_unread(backend, model, tree, kinds, traits),
         YES_OR_NO,
     ):
         kinds = unread_kinds(tree, kinds)
     shares = decision.shares and kept.of(
-        "prefix self-check", lambda: can_share(backend, model, tree, kinds, traits), YES_OR_NO
+        f"prefix self-check{form}",
+        lambda: can_share(backend, model, tree, kinds, traits),
+        YES_OR_NO,
     )
     replays = backend.replays_steps and kept.of(
-        "steps are replayed",
+        f"steps are replayed{form}",
         lambda: can_replay(backend, model, tree, kinds, traits, decision.dtype),
         YES_OR_NO,
     )
@@ -144,3 +147,20 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
     return KvPlan(
         *(backend, tree, kinds, traits, shapes, costs, shares, decision.prefix_cells, replays, undo)
     )
+
+
+def _form_of(model: Any, kinds: Sequence[LayerKind]) -> str:
+    """What our kernels compute of a model: a check of one form says nothing of another.
+
+    A start may do without one that the next has, as after a fault of the device.
+    """
+    (layers, in_chunks), blocks = rotary_in_use(model), num_residual_blocks(model)
+    packed = _num_packed(kinds)
+    if not layers and not blocks and not packed:
+        return ""
+    chunks = " in chunks, too" if in_chunks else ""
+    return f" with {layers} turned layers{chunks}, {blocks} blocks, {packed} packed layers"
+
+
+def _num_packed(kinds: Sequence[LayerKind]) -> int:
+    return sum(isinstance(kind, AttentionKind) and kind.chunks is not None for kind in kinds)
