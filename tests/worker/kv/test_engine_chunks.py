@@ -32,7 +32,7 @@ from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from batchkv_worker.kv.layers import chunk_packing
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.schemes.packing import LayerScheme
-from batchkv_worker.kv.start import chunkcheck
+from batchkv_worker.kv.start import chunkcheck, plan
 from worker.kv.crowd import Crowd, random_prompt
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 
@@ -348,6 +348,25 @@ def test_a_kernel_that_is_not_better_is_not_used(
     launch.counts.clear()
     crowd.run("0", random_prompt(0, 20))
     assert not launch.counts
+
+
+def test_a_start_with_another_kernel_checks_anew(
+    tmp_path: Path, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier start checked was a model without it; afterwards nothing is checked."""
+    checked: list[bool] = []
+    real = plan.find_traits
+
+    def noting(*given: Any) -> Any:
+        checked.append(True)
+        return real(*given)
+
+    monkeypatch.setattr(plan, "find_traits", noting)
+    for made, count in ((None, 1), (launch, 2), (launch, 2), (None, 2)):
+        kept = Measurements.in_home(tmp_path, {})
+        how: Any = {"path": "folded", "scheme": "affine8"}
+        Crowd("llama", backend=Backend(made=made, measurements=kept), **how)
+        assert len(checked) == count
 
 
 def test_a_second_start_compares_nothing(
