@@ -31,24 +31,21 @@ TIMES = 3
 
 
 class Failures:
-    """A plugin that keeps the ids of the tests that failed, and whether anything else did."""
+    """A plugin that keeps the ids of the tests that failed, and whether anything else did.
+
+    That is a fixture, a process that died, or a file that cannot be read.
+    """
 
     def __init__(self) -> None:
         self.ids: list[str] = []
         self.has_others = False
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self.has_others |= report.failed
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and report.when == "call":
             self.ids.append(report.nodeid)
-        elif report.failed:  # a fixture, or a process that died
-            self.has_others = True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.has_others |= bool(session.shouldfail or session.shouldstop)
-        self.has_others |= session.testsfailed != len(self.ids)
+        self.has_others = session.testsfailed != len(self.ids)
 
 
 def passes(test: str, options: list[str], environ: Mapping[str, str]) -> bool:

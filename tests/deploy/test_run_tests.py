@@ -69,23 +69,34 @@ def test_many_failures_run_once(tmp_path: Path) -> None:
     assert (code, set(counts.values())) == (1, {1}), output
 
 
+# Whether a file is run for the first time.
+FIRST = """
+import os
+from pathlib import Path
+
+import pytest
+
+RUNS = Path(__file__).with_suffix(".first")
+IS_FIRST = not RUNS.exists()
+"""
 OTHERS = {
     "a file that cannot be read": "import nothing_that_exists\n",
-    "a process that dies": "import os\n\ndef test_dies():\n    os._exit(1)\n",
+    "a process that dies": (
+        "def test_dies():\n    if IS_FIRST:\n        RUNS.touch()\n        os._exit(1)\n"
+    ),
     "a fixture": (
-        "import pytest\n\n@pytest.fixture\ndef broken():\n    yield\n    raise OSError\n\n"
+        "@pytest.fixture\ndef broken():\n    yield\n    RUNS.touch()\n    assert not IS_FIRST\n\n"
         "def test_it(broken):\n    pass\n"
     ),
     "a test that depends on one before it": (
         "SEEN = []\n\ndef test_one():\n    SEEN.append(1)\n\ndef test_two():\n    assert not SEEN\n"
     ),
     "a test that fails beside other processes": (
-        "import os\n\ndef test_it():\n    assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
+        "def test_it():\n    assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
     ),
     "a test that is skipped alone": (
-        "import os, pytest\n\ndef test_it():\n"
-        "    if 'PYTEST_XDIST_WORKER' not in os.environ:\n        pytest.skip('alone')\n"
-        "    assert False\n"
+        "def test_it():\n    if not IS_FIRST:\n        pytest.skip('alone')\n"
+        "    RUNS.touch()\n    assert False\n"
     ),
 }
 
@@ -93,7 +104,7 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_is_no_accident_fails_the_run(what: str, tmp_path: Path) -> None:
     """Also beside a failure that does not come again."""
-    (tmp_path / "test_other.py").write_text(OTHERS[what])
+    (tmp_path / "test_other.py").write_text(FIRST + OTHERS[what])
     shaky: dict[str, tuple[int, ...]] = {} if what.startswith("a test") else {"shaky": (0,)}
     code, output, counts = ran(tmp_path, *TWO, **shaky)
     assert code != 0 and "Mend" not in output, output

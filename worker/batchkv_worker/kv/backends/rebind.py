@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
+from batchkv_worker.faults import is_device_fault
 from batchkv_worker.kv.backends.contract import Change, Undo
 
 _INSTALLED = "_batchkv_undo"  # an attribute of a model that has changes
@@ -128,6 +129,36 @@ def undo_all(undos: Sequence[Undo]) -> Undo:
             one()
 
     return undo
+
+
+def kept_if_right(
+    attempt: Callable[[], bool],
+    done: list[Undo],
+    faults: tuple[type[Exception], ...],
+    failed: Callable[[Exception], object],
+) -> Undo | None:
+    """What undoes a change that ``attempt`` makes and finds right; else undo it, and give None.
+
+    ``attempt`` adds to ``done`` what undoes each of its steps. One of ``faults`` means that it is
+    not right, and is given to ``failed``; but a fault of the device says nothing of the change.
+    That, and each other exception, is raised when all is undone.
+    """
+    undo = undo_all(done)
+    is_right = False
+    try:
+        is_right = attempt()
+    except faults as fault:
+        if is_device_fault(fault):
+            undo()
+            raise
+        failed(fault)
+    except BaseException:
+        undo()
+        raise
+    if is_right:
+        return undo
+    undo()
+    return None
 
 
 def _modules(model: Any) -> Iterator[ModuleType]:

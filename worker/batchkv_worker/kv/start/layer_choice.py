@@ -112,8 +112,7 @@ def choose_chunks(
     kernels = backend.chunk_kernels(layer, dtype)
     if kernels is None or is_used is not None:
         return kernels if is_used else None
-    shape = layer.shape
-    name = f"{layer}, {shape.num_heads} heads of {shape.key_size} and {shape.value_size}"
+    name = _sized(layer)
 
     def measure() -> bool:
         if not _may_try(backend, f"{CHUNK_TRIES} {name}", "the kernel for chunks", layer):
@@ -188,9 +187,13 @@ def _described(attention: LayerAttention, heads: int) -> str:
 
 def _named(layer: LayerScheme, heads: int) -> str:
     """One text for each scheme, shape and number of query heads."""
+    return f"{_sized(layer)}, for {heads} query heads"
+
+
+def _sized(layer: LayerScheme) -> str:
+    """One text for each scheme and shape."""
     shape = layer.shape
-    sizes = f"{shape.num_heads} heads of {shape.key_size} and {shape.value_size}"
-    return f"{layer}, {sizes}, for {heads} query heads"
+    return f"{layer}, {shape.num_heads} heads of {shape.key_size} and {shape.value_size}"
 
 
 def attention_of(

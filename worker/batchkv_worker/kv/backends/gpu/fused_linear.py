@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -36,7 +37,7 @@ from batchkv_worker.kv.backends.measurements import (
     Codec,
     Measurements,
 )
-from batchkv_worker.kv.backends.rebind import swap_class, undo_all, watched
+from batchkv_worker.kv.backends.rebind import kept_if_right, swap_class, undo_all, watched
 
 log = logging.getLogger("batchkv.engine")
 
@@ -154,7 +155,6 @@ class FuseLinears:
     def install(self, model: Any) -> Undo:
         layers = dict(model.named_modules())
         done: list[Undo] = []
-        undo = undo_all(done)
 
         def fuse() -> None:
             for names in self.groups:
@@ -165,24 +165,18 @@ class FuseLinears:
             fuse()
             return are_close(before, _logits(model))
 
-        is_right = False
-        try:
+        def attempt() -> bool:
             is_right = self.measurements.of(FUSED_AGREE, agrees, YES_OR_NO)
             if is_right and not done:  # by a stored result
                 fuse()
             if not is_right:
                 log.warning("fused linear layers give other answers than single ones: not used")
-        except (ValueError, RuntimeError) as fault:
-            if is_device_fault(fault):
-                undo()
-                raise
-            log.warning("linear layers are not fused: %s", fault)
-        except BaseException:
-            undo()
-            raise
+            return is_right
+
+        said = "linear layers are not fused: %s"
+        undo = kept_if_right(attempt, done, (ValueError, RuntimeError), partial(log.warning, said))
         mx.clear_cache()  # the former weights take as much as the model
-        if not is_right:
-            undo()
+        if undo is None:
             return undo_all([])
         log.info("%d groups of linear layers with one input are fused", len(self.groups))
         return undo

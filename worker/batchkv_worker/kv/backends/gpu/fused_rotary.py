@@ -42,7 +42,7 @@ from batchkv_worker.kv.backends.measurements import (
     Codec,
     Measurements,
 )
-from batchkv_worker.kv.backends.rebind import swap_class, undo_all
+from batchkv_worker.kv.backends.rebind import kept_if_right, swap_class, undo_all
 from batchkv_worker.kv.kernels.launch import Launch, View
 from batchkv_worker.kv.kernels.rotary import RotaryKernel
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
@@ -72,7 +72,6 @@ class FuseRotary:
 
     def install(self, model: Any) -> Undo:
         done: list[Undo] = [VALUE_PARTS.clear]
-        undo = undo_all(done)
 
         def agrees() -> bool:
             before = _logits(model, self.rows)
@@ -80,29 +79,22 @@ class FuseRotary:
             after = _logits(model, self.rows)
             return are_close(before, after) and all(one.num_fused for one in heads)
 
-        is_right = False
-        try:
+        def attempt() -> bool:
             is_right = self.measurements.of(
                 f"{ROTARY_AGREES}, {self._joint_of(model)}", agrees, YES_OR_NO
             )
-            if is_right and len(done) == 1:  # by a stored result
-                self._fuse(model, done)
-            if is_right:
-                self._give_values(model)
-                self._take_chunks(model)
             if not is_right:
                 log.warning("one kernel for norms and positions does not agree: not used")
-        except _FAULTS as fault:
-            if is_device_fault(fault):
-                undo()
-                raise
-            is_right = False
-            log.warning("norms and positions are not computed by one kernel: %s", fault)
-        except BaseException:
-            undo()
-            raise
-        if not is_right:
-            undo()
+                return False
+            if len(done) == 1:  # by a stored result
+                self._fuse(model, done)
+            self._give_values(model)
+            self._take_chunks(model)
+            return True
+
+        said = "norms and positions are not computed by one kernel: %s"
+        undo = kept_if_right(attempt, done, _FAULTS, partial(log.warning, said))
+        if undo is None:
             return undo_all([])
         log.info("%d layers have norms and positions by one kernel", len(self.layers))
         return undo

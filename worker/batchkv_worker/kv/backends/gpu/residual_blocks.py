@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +31,7 @@ from batchkv_worker.kv.backends.measurements import (
     YES_OR_NO,
     Measurements,
 )
-from batchkv_worker.kv.backends.rebind import swap_class, undo_all
+from batchkv_worker.kv.backends.rebind import kept_if_right, swap_class, undo_all
 from batchkv_worker.kv.backends.timing import gain
 from batchkv_worker.kv.kernels.launch import Launch
 from batchkv_worker.kv.kernels.residual import MOST_SIZE, ResidualKernel
@@ -150,7 +151,6 @@ class FuseResiduals:
 
     def install(self, model: Any) -> Undo:
         done: list[Undo] = []
-        undo = undo_all(done)
         form = f"{int(self.takes_steps)}{int(self.takes_chunks)}"
 
         def agrees() -> bool:
@@ -166,24 +166,18 @@ class FuseResiduals:
             log.debug("sums and norms by one kernel: %.2g apart", apart)
             return apart <= CLOSE and sums.num_sums > 0
 
-        is_right = False
-        try:
+        def attempt() -> bool:
             is_right = self.measurements.of(f"{RESIDUAL_AGREES}, {form}", agrees, YES_OR_NO)
             if is_right and not done:  # by a stored result
                 self._fuse(model, done)
-        except _FAULTS as fault:
-            if is_device_fault(fault):
-                undo()
-                raise
-            is_right = False
-            log.info("sums and norms are not computed by one kernel: %s", fault)
-        except BaseException:
-            undo()
-            raise
+            return is_right
+
+        said = "sums and norms are not computed by one kernel: %s"
+        try:
+            undo = kept_if_right(attempt, done, _FAULTS, partial(log.info, said))
         finally:
             VALUE_PARTS.clear()
-        if not is_right:
-            undo()
+        if undo is None:
             return undo_all([])
         log.info("%d blocks have sums and norms by one kernel", num_blocks(model))
         return undo
