@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.kv.kernels import chunk
 from batchkv_worker.kv.kernels.chunk import ChunkKernel
 from batchkv_worker.kv.kernels.launch import View
 from batchkv_worker.kv.types import PackedKV
@@ -129,6 +130,8 @@ FAULTS = (
     ("head * int64_t(strides[1])", "head * int64_t(strides[1]) * !FAULT(11)"),
     ("+ head) * GROUPS_Z", "+ head) * (GROUPS_Z - FAULT(12))"),
     ("token < 0 && is_used && is_key", "token < -FAULT(13) && is_used && is_key"),
+    ("GROUP_X * HEADS + THREAD_X / SPAN", "GROUP_X * HEADS * !FAULT(14) + THREAD_X / SPAN"),
+    ("THREAD_X % SPAN - KEY_LANES", "THREAD_X % SPAN - KEY_LANES + FAULT(15)"),
 )
 
 
@@ -138,8 +141,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
-def test_a_planted_fault_is_seen(fault: int, folder: Path) -> None:
+def test_a_planted_fault_is_seen(
+    fault: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison above fails for each of these."""
+    monkeypatch.setattr(chunk, "_MOST_THREADS", 32)  # one head in each threadgroup
     case = Case("affine3/32", "affine3/32", mx.bfloat16, 128, 128, 1, 0, False, 1, 1)
     kernel, scheme = made(case, folder, faults=FAULTS, fault=fault), case.scheme
     both, before = numbers(case, 2, 9), numbers(case, 1, 12, seed=1)
@@ -164,6 +170,33 @@ def test_a_planted_fault_is_seen(fault: int, folder: Path) -> None:
 
     assert is_right(made(case, folder, faults=FAULTS))
     assert not is_right(kernel)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 4, 10])
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (("affine8", "affine8"), (64, 64)),
+        (("affine8/32", "affine8/32"), (96, 96)),
+        (("affine8/32", "affine8/32"), (192, 128)),
+        (("affine8", "affine4"), (64, 128)),
+    ],
+)
+def test_heads_share_threadgroups(
+    names: tuple[str, str], sizes: tuple[int, int], kv_heads: int, folder: Path
+) -> None:
+    """Several heads in a simdgroup, one, and one in several simdgroups; also where words are read."""
+    case = Case(*names, mx.float16, *sizes, 1, 0, False, 1, 1)
+    mx.random.seed(kv_heads)
+    both = [mx.random.normal((2, kv_heads, 3, size)).astype(mx.float16) for size in sizes]
+    packers = case.scheme.keys, case.scheme.values
+    wanted = [packer.pack(one) for packer, one in zip(packers, both, strict=True)]
+    for faults in ((), (("READS_WIDE", "0"),)):
+        kernel = made(case, folder, faults=faults, fault=0 if faults else None)
+        packed, found = kernel.pack_and_give(*both, None, 2, 4)
+        assert same(packed, (wanted[0], wanted[1]))
+        for one, other in zip(found, given_back(case, packed), strict=True):
+            assert mx.array_equal(one[:, :, :3], other) and not one[:, :, 3:].any()
 
 
 def test_other_schemes_have_no_such_kernel(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ EPSILONS = (1e-6, 1e-2)
 MOST = {mx.float32: 2e-4, mx.bfloat16: 0.02}  # of the largest number; angles are rounded, too
 
 FAULTS = (
-    ("sum += SHUFFLE_XOR(sum, lane)", "sum += FAULT(0) * 0.1f + SHUFFLE_XOR(sum, lane)"),
-    ("x * cosine - y * sine", "x * cosine - y * (FAULT(1) ? -sine : sine)"),
+    ("sum += SHUFFLE_XOR(sum, other)", "sum += FAULT(0) * 0.1f + SHUFFLE_XOR(sum, other)"),
+    ("x * cosines[at] - y * sines[at]", "x * cosines[at] - y * (FAULT(1) ? -sines[at] : sines[at])"),
     ("float(offsets[row] + token)", "float(offsets[FAULT(2) ? 0 : row] + token)"),
-    ("float(key_weights[other])", "float(key_weights[FAULT(3) ? one : other])"),
+    ("float(weights[other])", "float(weights[FAULT(3) ? one : other])"),
     ("AS_FLOAT(KEY_EPS)", "AS_FLOAT(FAULT(4) ? QUERY_EPS : KEY_EPS)"),
-    ("pair + TURNED : 2 * pair + 1", "pair + TURNED - FAULT(5) : 2 * pair + 1"),
-    ("GROUP_X - QUERY_HEADS;", "GROUP_X - QUERY_HEADS - FAULT(6) * (GROUP_X > QUERY_HEADS);"),
+    ("pair + TURNED : 2 * pair + 2) * step", "pair + TURNED - FAULT(5) : 2 * pair + 2) * step"),
+    ("place - QUERY_HEADS;", "place - QUERY_HEADS - FAULT(6) * (place > QUERY_HEADS);"),
     ("frequencies[pair]", "frequencies[FAULT(7) ? 0 : pair]"),
     ("0 : row] + token)", "0 : row] + token * !FAULT(8))"),  # as the third left it
     ("token * int64_t(queries_strides[1])", "token * int64_t(queries_strides[2 - !FAULT(9)])"),
@@ -38,9 +38,13 @@ FAULTS = (
         "(QUERY_HEADS) + head) * GROUPS_Z + token * !FAULT(11)",
     ),
     (
-        "- QUERY_HEADS) + head) * GROUPS_Z + token",
-        "- QUERY_HEADS) + head) * GROUPS_Z + token * !FAULT(12)",
+        "(KEY_HEADS) + head) * GROUPS_Z + token",
+        "(KEY_HEADS) + head) * GROUPS_Z + token * !FAULT(12)",
     ),
+    ("number * GROUPS_X * SIMDS", "number * (GROUPS_X * SIMDS + FAULT(13))"),
+    ("is_query ? query_weights", "is_query && !FAULT(14) ? query_weights"),
+    ("is_apart ? low[1] : high[0]", "is_apart && !FAULT(15) ? low[1] : high[0]"),
+    ("< QUERY_HEADS + KEY_HEADS", "< QUERY_HEADS + KEY_HEADS - FAULT(16)"),
 )
 PLAIN = Turn(64, 32, False, EPSILONS)
 
@@ -51,17 +55,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(
-    turn: Turn, launch: CppLaunch, dtype: mx.Dtype = mx.float32, tokens: int = 1
+    turn: Turn,
+    launch: CppLaunch,
+    dtype: mx.Dtype = mx.float32,
+    tokens: int = 1,
+    heads: tuple[int, int] = (6, 2),
 ) -> tuple[Pair, Pair]:
     """What operations give and what the kernel gives, for queries and keys that are views."""
     mx.random.seed(turn.size)
-    rows, heads, kv_heads = len(OFFSETS), 6, 2
+    rows, (num_heads, kv_heads) = len(OFFSETS), heads
     norms = [nn.RMSNorm(turn.size, epsilon) for epsilon in turn.epsilons]
     for norm in norms:
         norm.weight = mx.random.uniform(0.5, 1.5, (turn.size,)).astype(dtype)
     rope = nn.RoPE(2 * turn.turned, traditional=turn.neighbours, base=1e4)
-    whole = 0.2 * mx.random.normal((rows, tokens, (heads + kv_heads) * turn.size)).astype(dtype)
-    parts = mx.split(whole, [heads * turn.size], axis=-1)
+    whole = 0.2 * mx.random.normal((rows, tokens, (num_heads + kv_heads) * turn.size)).astype(dtype)
+    parts = mx.split(whole, [num_heads * turn.size], axis=-1)
     queries, keys = (part.reshape(rows, tokens, -1, turn.size) for part in parts)
     offsets = mx.array(OFFSETS, mx.int32)
     wanted = [
@@ -95,10 +103,27 @@ def test_results_are_those_of_operations(
     assert launch.counts == {ROTARY.name: 1}
 
 
+@pytest.mark.parametrize(
+    "turn", [PLAIN, Turn(80, 20, False, EPSILONS), Turn(66, 33, True, EPSILONS)]
+)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+def test_other_ways_to_read_give_the_same(turn: Turn, dtype: mx.Dtype, folder: Path) -> None:
+    """One by one, where a dialect does not read words; and for as many heads as models have."""
+    narrow, wide = CppLaunch(folder, (("READS_WIDE", "0"),), 0), CppLaunch(folder)
+    for heads in ((6, 2), (32, 8), (70, 2)):
+        given = {"dtype": dtype, "tokens": 3, "heads": heads}
+        wanted, found = both(turn, narrow, **given)
+        assert max(map(difference, wanted, found)) <= MOST[dtype]
+        pairs = zip(found, both(turn, wide, **given)[1], strict=True)
+        most = 1e-5 if dtype == mx.float32 else MOST[dtype]  # sums are added in another order
+        assert all(difference(*pair) <= most for pair in pairs)
+
+
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
 def test_planted_faults_are_seen(fault: int, folder: Path) -> None:
     for planted in (None, fault):
-        wanted, found = both(PLAIN, CppLaunch(folder, FAULTS, planted), tokens=3)
+        launch = CppLaunch(folder, FAULTS, planted)
+        wanted, found = both(PLAIN, launch, tokens=3, heads=(14, 4))
         worst = max(map(difference, wanted, found))
         assert (worst <= MOST[mx.float32]) == (planted is None)
 

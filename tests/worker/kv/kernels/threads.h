@@ -55,6 +55,10 @@ static inline float ceil(float number) { return ceilf(number); }
 #define LOWER(type, word) float(FROM_BITS(type, word))
 #define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
 #define ADD_ONE(counter) ((*(counter))++)
+#ifndef READS_WIDE
+#define READS_WIDE 1
+#endif
+#define IS_ALIGNED(pointer, bytes) (uint64_t(pointer) % (bytes) == 0)
 #ifndef AS_ON_GPU
 #define AS_ON_GPU 0
 #endif

@@ -73,7 +73,7 @@ def included(name: str) -> str:
     return f'#include "{_FOLDER / name}.h"\n'
 
 
-PACK = Body("batchkv_pack", ("pack",), ("keys", "values"), ("records",), ("packing",))
+PACK = Body("batchkv_pack", ("pack",), ("keys", "values"), ("records",), ("wide", "packing"))
 
 _PARTS = ("codes", "scales", "biases")  # of affine keys or values
 _KEY_PARTS, _VALUE_PARTS = (tuple(f"{name}_{part}" for part in _PARTS) for name in ("key", "value"))
@@ -92,7 +92,7 @@ def chunk_body(*, dense: bool, behind: bool) -> Body:
         ("chunk",),
         ("keys", "values", *(f"old_{part}" for part in parts if behind)),
         (*parts, *(("dense_keys", "dense_values") if dense else ())),
-        ("packing", "giving"),
+        ("wide", "packing", "giving"),
         _numbers(flags),
     )
 

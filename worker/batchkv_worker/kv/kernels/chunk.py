@@ -19,6 +19,7 @@ from batchkv_worker.kv.kernels.variant import UNIT, tensor_constants
 from batchkv_worker.kv.types import PackedKV
 
 _SIMD = 32  # threads
+_MOST_THREADS = 256  # of a threadgroup, if a head has fewer
 MOST_COLUMNS = 65_535  # CUDA's grids have no more in the third dimension
 
 
@@ -82,19 +83,42 @@ class ChunkKernel:
         run = self.runs.get(key)
         if run is None:
             body = chunk_body(dense=is_dense, behind=prefix is not None)
-            run = self.runs[key] = self.launch(body, self._constants)
-        units = layout.keys.size // UNIT, layout.values.size // UNIT
-        threads = sum(-(-count // _SIMD) * _SIMD for count in units)
-        return run(inputs, (kv_heads * threads, rows, columns), (threads, 1, 1), outputs)
+            run = self.runs[key] = self.launch(body, self._constants(kv_heads))
+        _, span, heads = self._sharing(kv_heads)
+        return run(inputs, (kv_heads * span, rows, columns), (heads * span, 1, 1), outputs)
 
-    @property
-    def _constants(self) -> tuple[Constant, ...]:
+    def _constants(self, kv_heads: int) -> tuple[Constant, ...]:
         layout = self.layout
         tensors = tensor_constants("KEY", layout.keys), tensor_constants("VALUE", layout.values)
-        return ("T", layout.dtype), *tensors[0], *tensors[1]
+        lanes, span, heads = self._sharing(kv_heads)
+        sharing = ("KEY_LANES", lanes), ("SPAN", span), ("HEADS", heads)
+        return ("T", layout.dtype), *tensors[0], *tensors[1], *sharing
+
+    def _sharing(self, kv_heads: int) -> tuple[int, int, int]:
+        """Threads of a head's key, threads of a head, and heads of a threadgroup.
+
+        A group of numbers has neighbouring threads of one simdgroup. All threads of a simdgroup do
+        the same, so it has keys and values only where both are packed alike.
+        """
+        keys, values = self.layout.keys, self.layout.values
+        lanes, more = keys.size // UNIT, values.size // UNIT
+        is_alike = (keys.bits, keys.group) == (values.bits, values.group)
+        lanes = _rounded(lanes, keys.group // UNIT if is_alike else _SIMD)
+        span = _rounded(lanes + more, keys.group // UNIT if is_alike else _SIMD)
+        while _SIMD % span and span % _SIMD:  # heads begin where simdgroups do, or divide one
+            span += 1
+        if kv_heads * span % _SIMD:
+            span = _rounded(span, _SIMD)
+        most = max(1, _MOST_THREADS // span)
+        fitting = (n for n in range(most, 0, -1) if kv_heads % n == 0 and n * span % _SIMD == 0)
+        return lanes, span, next(fitting)
 
     def _packed(self, found: list[mx.array]) -> PackedKV:
         return tuple(found[:3]), tuple(found[3:6])
+
+
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _parts_of(tensor: TensorLayout, shape: tuple[int, ...]) -> list[Output]:

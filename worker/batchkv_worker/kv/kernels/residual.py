@@ -17,10 +17,17 @@ from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import Constant, Launch, Run
 
 _SIMD = 32  # threads
-_SIMDS = 8  # of a threadgroup
-MOST_SIZE = 16_384  # numbers of a token: a thread keeps one of 256
+_RUN = 8  # numbers that a thread reads at once
+_MOST_SIMDS = 16  # of a threadgroup
+MOST_SIZE = 16_384  # numbers of a token: a thread keeps up to 32
 
-RESIDUAL = Body("batchkv_residual", ("residual",), ("x", "added", "weights"), ("sums", "normed"))
+RESIDUAL = Body(
+    "batchkv_residual",
+    ("residual",),
+    ("x", "added", "weights"),
+    ("sums", "normed"),
+    ("wide",),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class ResidualKernel:
         run = self.runs.get(key)
         if run is None:
             run = self.runs[key] = self.launch(RESIDUAL, _constants(*key))
-        threads, output = _SIMD * _SIMDS, ((rows, tokens, size), x.dtype)
+        threads, output = _SIMD * _simds(size), ((rows, tokens, size), x.dtype)
         grid = tokens * threads, rows, 1
         found = run([x, added, weights], grid, (threads, 1, 1), [output, output])
         return found[0], found[1]
@@ -50,4 +57,11 @@ class ResidualKernel:
 
 def _constants(size: int, dtype: mx.Dtype, epsilon: float) -> tuple[Constant, ...]:
     (bits,) = struct.unpack("<i", struct.pack("<f", epsilon))
-    return ("T", dtype), ("SIZE", size), ("SIMDS", _SIMDS), ("EPSILON", bits)
+    return ("T", dtype), ("SIZE", size), ("SIMDS", _simds(size)), ("EPSILON", bits)
+
+
+def _simds(size: int) -> int:
+    """How many simdgroups share a token, so that all threads have as many numbers."""
+    simds = -(-size // (_RUN * _SIMD))
+    turns = -(-simds // _MOST_SIMDS)
+    return -(-simds // turns)

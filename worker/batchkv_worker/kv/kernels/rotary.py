@@ -17,6 +17,8 @@ from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS, Constant, Input, Launch, Run
 
 _SIMD = 32  # threads
+_SIMDS_OF_STEP, _SIMDS_OF_CHUNK = 4, 8  # of a threadgroup
+_MOST_HEADS = 8  # of a simdgroup: a chunk's share the angles of their token
 MOST_SIZE = 512  # of a head: a thread keeps a 32nd of it
 MOST_TOKENS = 65_535  # of a row: CUDA's grids have no more in the third dimension
 
@@ -25,7 +27,7 @@ ROTARY = Body(
     ("rotary",),
     ("queries", "keys", "query_weights", "key_weights", "frequencies", "offsets"),
     ("turned_queries", "turned_keys"),
-    ("turning",),
+    ("wide", "turning"),
 )
 
 
@@ -73,18 +75,32 @@ class RotaryKernel:
         """
         rows, tokens, heads, size = queries.shape
         kv_heads = keys.shape[2]
-        key = turn, heads, queries.dtype, rows < LEAST_NUMBERS
+        simds, each = _sharing(heads + kv_heads, is_step=tokens == 1)
+        key = turn, (heads, kv_heads), (simds, each), queries.dtype, rows < LEAST_NUMBERS
         run = self.runs.get(key)
         if run is None:
             run = self.runs[key] = self.launch(ROTARY, _constants(*key))
         shapes: Any = [(rows, heads, tokens, size), (rows, kv_heads, tokens, size)]
         inputs: list[Input] = [queries, keys, *weights, frequencies, offsets]
-        grid = (heads + kv_heads) * _SIMD, rows, tokens
-        found = run(inputs, grid, (_SIMD, 1, 1), [(shape, queries.dtype) for shape in shapes])
+        threads = _SIMD * simds
+        grid = -(-(heads + kv_heads) // (simds * each)) * threads, rows, tokens
+        found = run(inputs, grid, (threads, 1, 1), [(shape, queries.dtype) for shape in shapes])
         return found[0], found[1]
 
 
-def _constants(turn: Turn, heads: int, dtype: mx.Dtype, is_few: bool) -> tuple[Constant, ...]:
+def _sharing(heads: int, *, is_step: bool) -> tuple[int, int]:
+    """Simdgroups of a threadgroup, and the heads that each has.
+
+    A step has few tokens, so each of its heads gets a simdgroup. A chunk has many.
+    """
+    if is_step:
+        return min(heads, _SIMDS_OF_STEP), 1
+    return min(heads, _SIMDS_OF_CHUNK), min(_MOST_HEADS, -(-heads // _SIMDS_OF_CHUNK))
+
+
+def _constants(
+    turn: Turn, heads: tuple[int, int], sharing: tuple[int, int], dtype: mx.Dtype, is_few: bool
+) -> tuple[Constant, ...]:
     """``is_few``: fewer rows than LEAST_NUMBERS, for which Metal needs a kernel of its own."""
     query_bits, key_bits = (
         struct.unpack("<i", struct.pack("<f", epsilon))[0] for epsilon in turn.epsilons
@@ -94,7 +110,10 @@ def _constants(turn: Turn, heads: int, dtype: mx.Dtype, is_few: bool) -> tuple[C
         ("SIZE", turn.size),
         ("TURNED", turn.turned),
         ("NEIGHBOURS", int(turn.neighbours)),
-        ("QUERY_HEADS", heads),
+        ("QUERY_HEADS", heads[0]),
+        ("KEY_HEADS", heads[1]),
+        ("SIMDS", sharing[0]),
+        ("HEADS", sharing[1]),
         ("QUERY_EPS", query_bits),
         ("KEY_EPS", key_bits),
         ("FEW_ROWS", int(is_few)),

@@ -1,13 +1,12 @@
 // Packed keys and values of a chunk's tokens, part by part. With DENSE also the numbers that the parts
 // give, for attention of the chunk; with BEHIND those of a prefix that all rows share before them.
 // Inputs keys, values, and the prefix's parts; outputs the parts, then dense keys and dense values. A
-// threadgroup has one column of one row and KV head. Dense outputs may have more rows than there are,
-// and more columns: these are zeros. The first simdgroups have the key, the others the value; each
-// thread has eight numbers.
+// threadgroup has one column of one row, for some KV heads. Dense outputs may have more rows than there
+// are, and more columns: these are zeros. The first KEY_LANES of a head's SPAN threads have its key, the
+// others its value; each thread has eight numbers.
 constexpr int KEY_UNITS = KEY_SIZE / 8;
-constexpr int KEY_THREADS = (KEY_UNITS + 31) / 32 * 32;
 constexpr int VALUE_UNITS = VALUE_SIZE / 8;
-const int head = GROUP_X;
+const int head = GROUP_X * HEADS + THREAD_X / SPAN;
 const int row = GROUP_Y;
 #if BEHIND
 const int before = old_key_codes_shape[2];
@@ -16,8 +15,8 @@ const int before = 0;
 #endif
 const int tokens = keys_shape[2];
 const int token = GROUP_Z - before;
-const bool is_key = THREAD_X < KEY_THREADS;
-const int unit = is_key ? THREAD_X : THREAD_X - KEY_THREADS;
+const bool is_key = THREAD_X % SPAN < KEY_LANES;
+const int unit = is_key ? THREAD_X % SPAN : THREAD_X % SPAN - KEY_LANES;
 const bool is_used = unit < (is_key ? KEY_UNITS : VALUE_UNITS);
 // Where keys and values are packed alike, the code is there once.
 constexpr int ARE_ALIKE = KEY_BITS == VALUE_BITS && KEY_GROUP == VALUE_GROUP;
@@ -27,18 +26,18 @@ UNROLL for (int i = 0; i < 8; i++) {
 }
 if (row < keys_shape[0] && token >= 0 && token < tokens) {
   Eight given = dense;
-  if (is_used) {
-    const int64_t key_at = row * int64_t(keys_strides[0]) + head * int64_t(keys_strides[1]) +
-        token * int64_t(keys_strides[2]);
-    const int64_t value_at = row * int64_t(values_strides[0]) +
-        head * int64_t(values_strides[1]) + token * int64_t(values_strides[2]);
-    UNROLL for (int i = 0; i < 8; i++) {
-      const int64_t place = 8 * unit + i;
-      given.at[i] = is_key ? float(keys[key_at + place * int64_t(keys_strides[3])])
-                           : float(values[value_at + place * int64_t(values_strides[3])]);
-    }
+  if (is_used && is_key) {
+    given = read_eight<T>(
+        keys + row * int64_t(keys_strides[0]) + head * int64_t(keys_strides[1]) +
+            token * int64_t(keys_strides[2]) + 8 * unit * int64_t(keys_strides[3]),
+        keys_strides[3]);
+  } else if (is_used) {
+    given = read_eight<T>(
+        values + row * int64_t(values_strides[0]) + head * int64_t(values_strides[1]) +
+            token * int64_t(values_strides[2]) + 8 * unit * int64_t(values_strides[3]),
+        values_strides[3]);
   }
-  const int64_t vector = (row * int64_t(GROUPS_X) + head) * tokens + token;
+  const int64_t vector = (row * int64_t(keys_shape[1]) + head) * tokens + token;
   const int64_t key_groups = vector * (KEY_SIZE / KEY_GROUP);
   const int64_t value_groups = vector * (VALUE_SIZE / VALUE_GROUP);
   GLOBAL uint8_t* codes = is_key
@@ -73,7 +72,7 @@ if (row < keys_shape[0] && token < 0 && is_used && is_key) {
 #endif
 #if DENSE
 if (is_used) {
-  const int64_t vector = (row * int64_t(GROUPS_X) + head) * GROUPS_Z + GROUP_Z;
+  const int64_t vector = (row * int64_t(keys_shape[1]) + head) * GROUPS_Z + GROUP_Z;
   write_eight(
       dense, is_key ? dense_keys + vector * KEY_SIZE : dense_values + vector * VALUE_SIZE, unit);
 }

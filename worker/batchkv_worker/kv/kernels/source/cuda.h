@@ -28,6 +28,8 @@
 #define UPPER(type, word) upper_half<type>(word)
 #define ADD_ONE(counter) atomicAdd(counter, 1u)
 #define AS_ON_GPU 1
+#define READS_WIDE 1
+#define IS_ALIGNED(pointer, bytes) (uint64_t(pointer) % (bytes) == 0)
 #define GIVEN_BACK(T, scale, code, bias) ((scale) * static_cast<T>(float(code)) + (bias))
 
 template <typename T>

@@ -1,29 +1,5 @@
 // Numbers that packed ones give back. A dialect defines GIVEN_BACK as its mx.dequantize computes it.
 
-template <typename T>
-FN uint32_t two_of(float low, float high) {
-  return uint32_t(TO_BITS(T, low)) | (uint32_t(TO_BITS(T, high)) << 16);
-}
-
-// Writes numbers 8 * unit and so on of a vector, several at once.
-template <typename T>
-FN void write_eight(Eight numbers, GLOBAL T* vector, int unit) {
-  GLOBAL uint4* to = (GLOBAL uint4*)(vector + 8 * unit);
-  if constexpr (sizeof(T) == 4) {
-    UNROLL for (int part = 0; part < 2; part++) {
-      const uint4 four = {
-          AS_UINT(numbers.at[4 * part]), AS_UINT(numbers.at[4 * part + 1]),
-          AS_UINT(numbers.at[4 * part + 2]), AS_UINT(numbers.at[4 * part + 3])};
-      to[part] = four;
-    }
-  } else {
-    const uint4 all = {
-        two_of<T>(numbers.at[0], numbers.at[1]), two_of<T>(numbers.at[2], numbers.at[3]),
-        two_of<T>(numbers.at[4], numbers.at[5]), two_of<T>(numbers.at[6], numbers.at[7])};
-    to[0] = all;
-  }
-}
-
 // The part of a prefix that a KV head has of a column, and the step between its numbers.
 #define OF_PREFIX(part, strides) \
   part + head * int64_t(strides[1]) + GROUP_Z * int64_t(strides[2]), int64_t(strides[3])

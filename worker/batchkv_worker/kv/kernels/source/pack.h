@@ -11,16 +11,18 @@ const int unit = is_key ? THREAD_X : THREAD_X - KEY_THREADS;
 const bool is_used = unit < (is_key ? KEY_UNITS : VALUE_UNITS);
 Eight given;
 UNROLL for (int i = 0; i < 8; i++) {
-  const int64_t place = 8 * unit + i;
   given.at[i] = 0.0f;
-  if (is_used && is_key) {
-    given.at[i] = float(keys[row * int64_t(keys_strides[0]) + head * int64_t(keys_strides[1]) +
-                             place * int64_t(keys_strides[3])]);
-  } else if (is_used) {
-    given.at[i] = float(values[row * int64_t(values_strides[0]) +
-                               head * int64_t(values_strides[1]) +
-                               place * int64_t(values_strides[3])]);
-  }
+}
+if (is_used && is_key) {
+  given = read_eight<T>(
+      keys + row * int64_t(keys_strides[0]) + head * int64_t(keys_strides[1]) +
+          8 * unit * int64_t(keys_strides[3]),
+      keys_strides[3]);
+} else if (is_used) {
+  given = read_eight<T>(
+      values + row * int64_t(values_strides[0]) + head * int64_t(values_strides[1]) +
+          8 * unit * int64_t(values_strides[3]),
+      values_strides[3]);
 }
 // A thread fills up the last word of scales, before others write its bytes.
 if (unit == 0 && is_key && VALUE_SCALES > KEY_SCALES) {

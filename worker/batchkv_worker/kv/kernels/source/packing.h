@@ -8,10 +8,6 @@
 #define HIGHEST_START (10.0f * LOWEST)  // none
 #endif
 
-struct Eight {
-  float at[8];
-};
-
 // What eight numbers were packed to. `scale` and `bias` are those of affine codes.
 template <typename T>
 struct Packed {

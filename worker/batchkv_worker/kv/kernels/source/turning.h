@@ -1,11 +1,11 @@
-// A pair of numbers, turned by an angle. Not inlined where the language allows it: the code for large
-// angles is long, and MLX reads all code of a kernel at each call.
+// An angle's sine and cosine. Not inlined where the language allows it: the code for large angles is
+// long, and MLX reads all code of a kernel at each call.
 struct Turned {
-  float low, high;
+  float sine, cosine;
 };
 
-FN_APART Turned turned_by(float angle, float x, float y) {
+FN_APART Turned sine_and_cosine(float angle) {
   float sine, cosine;
   SINE_COSINE(angle, sine, cosine);
-  return {x * cosine - y * sine, x * sine + y * cosine};
+  return {sine, cosine};
 }
