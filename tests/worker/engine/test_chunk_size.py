@@ -9,7 +9,9 @@ from typing import Any, cast
 import pytest
 
 from batchkv_worker.engine import chunk_size as chunk_probe
+from batchkv_worker.engine import engine
 from batchkv_worker.engine.engine import Engine, EngineConfig
+from batchkv_worker.engine.launching import AtOnce
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend
 from batchkv_worker.kv.start.plan import KvPlan
@@ -148,6 +150,7 @@ def test_sizes_are_measured_within_the_time(
     """Without any time one size is tried; the chosen size is used, and is in the log."""
     model = tiny_models.build("llama")
     monkeypatch.setattr(chunk_probe.mx, "default_device", lambda: "a GPU")
+    monkeypatch.setattr(engine, "choose_launches", lambda *, is_beside: AtOnce())
     monkeypatch.setattr(chunk_probe, "SECONDS", 0.5)
     monkeypatch.setattr(chunk_probe, "SIZES", (256, 512))
     monkeypatch.setattr(chunk_probe, "TURNS", 1)

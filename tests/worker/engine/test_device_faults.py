@@ -192,8 +192,9 @@ def test_a_chunk_that_grows_is_that_of_the_next_group() -> None:
     memory = running._scheduler.memory
     memory.halve_chunk()
     memory.halve_chunk()
-    group = running._prefill.advance()
-    assert group is not None and group.position == 64
+    group = running._prefill.next_group()
+    assert group is not None and group is running._prefill.advance()
+    assert group.position == 64
     for _ in range(2 * CALM_ROWS):
         memory.relax()
     assert memory.budget.chunk_tokens == 256

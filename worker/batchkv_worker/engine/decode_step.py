@@ -6,15 +6,19 @@ guide must see the last token before it says which may follow: first the logits,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from batchkv_producer.wire.job import ErrorCode
+from batchkv_worker.engine.grammar.grammars import Grammars
+from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.sampling import FewTokens, Sampled, sample
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Sequence
+from batchkv_worker.trace import DECODE, ENGINE, MASKS
 
 
 @dataclass(slots=True)
@@ -28,6 +32,11 @@ class Step:
     def arrays(self) -> list[mx.array]:
         """What is computed for it, apart from the slots."""
         return self.sampled.arrays
+
+    def fetch(self) -> outputs.ReadBack:
+        """Wait for it, and copy its results to the host."""
+        mx.eval(self.arrays)
+        return outputs.read_back(self.sampled)
 
 
 @dataclass(slots=True)
@@ -64,6 +73,22 @@ def build_step(
     )
     slots.end_step()
     return step
+
+
+def choose(
+    step: OpenStep, grammars: Grammars, stop: Callable[[Sequence, str, str], None], few: FewTokens
+) -> Step:
+    """Choose the tokens of a step with guided rows, which have read their last tokens.
+
+    ``stop`` ends a row whose guide fails.
+    """
+    ENGINE.enter(MASKS)  # meanwhile the device computes the logits
+    masks, faults = grammars.masks(step.rows, step.logits.shape[-1])
+    ENGINE.enter(DECODE)
+    for row, fault in faults:
+        stop(row, ErrorCode.INVALID_REQUEST, str(fault))
+    rows = [None if row is None or row.is_ended else row for row in step.rows]
+    return Step(rows, sample(step.logits, step.tokens, rows, masks, few))
 
 
 def inputs(rows: list[Sequence | None], in_flight: Step | None) -> mx.array:

@@ -8,7 +8,8 @@ One thread owns it and all of MLX; ``prepare`` alone may run beside it. A step h
 
 So building, most of Python's work, overlaps with the device. A step starts when the one before it
 has ended. Then nothing else refers to the slot buffers, and MLX writes into them in place. On a
-CPU, (b) starts each layer as it is built (``Backend.starts_each_layer``).
+CPU, (b) starts each layer as it is built (``Backend.starts_each_layer``). On CUDA, (b) of the next
+step overlaps with launching this one (``launching``).
 
 If a row has a guide, such as a grammar, (b) builds the step's logits alone. Its tokens are chosen
 after (c), while the device computes the logits (``decode_step``).
@@ -29,9 +30,10 @@ from batchkv_worker.engine.audit import Audit
 from batchkv_worker.engine.chunk_size import choose_chunk
 from batchkv_worker.engine.config import EngineConfig
 from batchkv_worker.engine.decode_rows import DecodeRows
-from batchkv_worker.engine.decode_step import OpenStep, Step, build_step
+from batchkv_worker.engine.decode_step import OpenStep, Step, build_step, choose
 from batchkv_worker.engine.diagnostics import Diagnostics
 from batchkv_worker.engine.grammar.grammars import Grammars
+from batchkv_worker.engine.launching import choose as choose_launches
 from batchkv_worker.engine.live import LiveRows
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.pressure import NoPressure, Pressure
@@ -42,7 +44,7 @@ from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
 from batchkv_worker.engine.tokens.choices import Choices
 from batchkv_worker.engine.tokens.requests import check_memory
-from batchkv_worker.engine.tokens.sampling import FewTokens, sample
+from batchkv_worker.engine.tokens.sampling import FewTokens
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Event, Work
 from batchkv_worker.faults import is_at_once, is_device_fault, is_out_of_memory
@@ -55,7 +57,6 @@ from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.shared.access import Access
 from batchkv_worker.prefix.shared.client import StoreClient
 from batchkv_worker.sequence import Sequence, Status
-from batchkv_worker.trace import DECODE, ENGINE, MASKS
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -95,6 +96,8 @@ class Engine:
         chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill)
         limits = config.memory_bytes - self.prefixes.max_bytes, plan.costs, plan.shapes.step
         self._slots = plan.slots(config.slots)
+        self._launches = choose_launches(is_beside=plan.backend.launches_beside)
+        join = self._slots.before_computing = self._launches.join
         self._scheduler = Scheduler(
             *(self._slots.layouts, Budget(chunk, *limits, plan.backend.chunk_steps)),
             *(self.prefixes.num_cached, self._is_ready),
@@ -119,7 +122,7 @@ class Engine:
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
         self._relief = Relief(pressure or NoPressure(), self._decode_rows, self.prefixes)
-        self._few_tokens, self._is_in_prefill = FewTokens(plan.backend.draw_kernel()), False
+        self._few_tokens, self._is_in_prefill = FewTokens(plan.backend.draw_kernel(), join), False
         self._in_flight: Step | None = None
         self._upcoming: Step | OpenStep | None = None  # built, and not started as a whole
         self._ends = RowEnds(
@@ -205,14 +208,9 @@ class Engine:
 
         Each choice counts, and up to ``count`` are cancelled. Returns the ids of the rows.
         """
-        wanted, found = {*job_ids}, []
-        for row in reversed(list(self._scheduler.waiting)):
-            num_choices = 1 + len(row.unqueued)
-            is_fresh = row.job_id in wanted and not self._choices.is_begun(row)
-            if is_fresh and num_choices <= count:
-                count -= num_choices
-                found.append(row.job_id)
-                self.cancel(row.job_id)
+        found = self._choices.fresh(self._scheduler.waiting, job_ids, count)
+        for job_id in found:
+            self.cancel(job_id)
         return found
 
     def step(self) -> list[Event]:
@@ -233,6 +231,7 @@ class Engine:
             try:
                 if not is_out_of_memory(fault) and not is_device_fault(fault):
                     raise
+                self._launches.settle()
                 self._recover(fault)
             except (RuntimeError, MemoryError):
                 self.client.drop_unsent()
@@ -243,19 +242,21 @@ class Engine:
         for row, refusal in self._grammars.advance():
             self.cancel(row.job_id)
             self._ends.refuse(row.job_id, refusal.code, str(refusal))
+        if self.client.is_busy:  # then it may compute something
+            self._launches.join()
         self.client.advance(self._scheduler.waiting)
         self._live.make_way(self._read_in_flight)
         self._run_prefill()
         self._decode_rows.make_room(self._read_in_flight)
         upcoming = self._build_step() if self._rows else None
         landed = self._in_flight
+        self._launches.join()
         self._prefill.wait_for_traced()
-        if landed is not None:
-            mx.eval(landed.sampled.arrays)
+        read = landed.fetch() if landed is not None else None
         if upcoming is not None:
-            mx.async_eval(upcoming.arrays, self._slots.arrays)
-        if landed is not None:
-            self._ends.read(landed)
+            self._launches.start(upcoming.arrays, self._slots.arrays)
+        if landed is not None and read is not None:
+            self._ends.read(landed, read)
         if isinstance(upcoming, OpenStep):
             upcoming = self._choose(upcoming)
         self._in_flight, self._upcoming = upcoming, None
@@ -275,16 +276,18 @@ class Engine:
 
     def _read_in_flight(self) -> bool:
         """Read the step in flight before the next one is built. Returns whether there was one."""
+        self._launches.join()
         landed = self._in_flight
         if landed is not None:
-            mx.eval(landed.sampled.arrays)
-            self._ends.read(landed)
+            self._ends.read(landed, landed.fetch())
             self._in_flight = None
         return landed is not None
 
     def _serve_store(self, *, is_still: bool) -> None:
         """Send computed blocks; wait for the store when all waiting rows wait for it."""
         is_still = is_still and not self._prefill.is_active
+        if self.client.is_busy:  # then it may compute something
+            self._launches.join()
         self.client.send(is_idle=is_still)
         if (
             is_still
@@ -300,6 +303,7 @@ class Engine:
         self._diagnostics.record()
 
     def _rest(self) -> None:
+        self._launches.join()
         self._relief.apply(self._read_in_flight)
         mx.clear_cache()
 
@@ -309,6 +313,7 @@ class Engine:
 
     def close(self) -> None:
         """Drop all rows and buffers."""
+        self._launches.close()
         self._relief.close()
         self._ends.close()
         self.client.close()
@@ -356,11 +361,12 @@ class Engine:
         """
         is_decoding = bool(self._rows)  # those that come in below have not begun to
         for _ in range(self._live.chunks_beside if is_decoding else CHUNKS_PER_STEP):
+            if self._prefill.next_group() is None:
+                return
+            self._launches.join()
             self._is_in_prefill = True
             group = self._prefill.advance()
             self._is_in_prefill = False
-            if group is None:
-                return
             goes_on = not is_decoding
             if group.is_computed:
                 goes_on = self._decode_rows.insert(group, self._in_flight)
@@ -387,14 +393,9 @@ class Engine:
                     self._decode_rows.free(row)
 
     def _choose(self, step: OpenStep) -> Step:
-        """Choose the tokens of a step with guided rows, which have read their last tokens."""
-        ENGINE.enter(MASKS)  # meanwhile the device computes the logits
-        masks, faults = self._grammars.masks(step.rows, step.logits.shape[-1])
-        ENGINE.enter(DECODE)
-        for row, fault in faults:
-            self._ends.stop(row, ErrorCode.INVALID_REQUEST, str(fault))
-        rows = [None if row is None or row.is_ended else row for row in step.rows]
-        chosen = Step(rows, sample(step.logits, step.tokens, rows, masks, self._few_tokens))
+        """Choose the tokens of a step with guided rows, and start that."""
+        self._launches.join()
+        chosen = choose(step, self._grammars, self._ends.stop, self._few_tokens)
         self._note_start(chosen)
         mx.async_eval(chosen.arrays)
         return chosen

@@ -64,13 +64,17 @@ class Prefill:
         """Whether prompts are held."""
         return self._rows is not None or self._aside is not None
 
-    def advance(self) -> PrefillGroup | None:
-        """Compute the next chunk of the scheduler's group. Returns the group, if there is one."""
+    def next_group(self) -> PrefillGroup | None:
+        """The scheduler's group, whose prompts are held from now on. This computes nothing."""
         group = self._scheduler.next_group()
         if group is not self._group:
             self._exchange(group)
-        if group is None:
-            return None
+        return group
+
+    def advance(self) -> PrefillGroup:
+        """Compute the next chunk of the group that ``next_group`` gave."""
+        group = self._group
+        assert group is not None
         ENGINE.enter(PREFILL)
         if group.rows[0].parked and self._parked is None:
             self._parked = self._prefixes.parked(group.rows[0].parked)

@@ -55,9 +55,8 @@ class RowEnds:
         """Log what the audit found."""
         self.audit.close()
 
-    def read(self, step: Step) -> None:
-        """Read a computed step, and end the rows that it completes."""
-        read = outputs.read_back(step.sampled)
+    def read(self, step: Step, read: outputs.ReadBack) -> None:
+        """Take what was read of a computed step, and end the rows that it completes."""
         for index, row in enumerate(step.rows):
             if row is None or row.is_ended:
                 continue

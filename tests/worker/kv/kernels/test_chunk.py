@@ -141,9 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
-def test_a_planted_fault_is_seen(
-    fault: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_fault_is_seen(fault: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above fails for each of these."""
     monkeypatch.setattr(chunk, "_MOST_THREADS", 32)  # one head in each threadgroup
     case = Case("affine3/32", "affine3/32", mx.bfloat16, 128, 128, 1, 0, False, 1, 1)
@@ -185,7 +183,7 @@ def test_a_planted_fault_is_seen(
 def test_heads_share_threadgroups(
     names: tuple[str, str], sizes: tuple[int, int], kv_heads: int, folder: Path
 ) -> None:
-    """Several heads in a simdgroup, one, and one in several simdgroups; also where words are read."""
+    """Several heads in a simdgroup, one, and one in several; numbers read one by one, too."""
     case = Case(*names, mx.float16, *sizes, 1, 0, False, 1, 1)
     mx.random.seed(kv_heads)
     both = [mx.random.normal((2, kv_heads, 3, size)).astype(mx.float16) for size in sizes]

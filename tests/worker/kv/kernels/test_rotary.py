@@ -23,7 +23,10 @@ MOST = {mx.float32: 2e-4, mx.bfloat16: 0.02}  # of the largest number; angles ar
 
 FAULTS = (
     ("sum += SHUFFLE_XOR(sum, other)", "sum += FAULT(0) * 0.1f + SHUFFLE_XOR(sum, other)"),
-    ("x * cosines[at] - y * sines[at]", "x * cosines[at] - y * (FAULT(1) ? -sines[at] : sines[at])"),
+    (
+        "x * cosines[at] - y * sines[at]",
+        "x * cosines[at] - y * (FAULT(1) ? -sines[at] : sines[at])",
+    ),
     ("float(offsets[row] + token)", "float(offsets[FAULT(2) ? 0 : row] + token)"),
     ("float(weights[other])", "float(weights[FAULT(3) ? one : other])"),
     ("AS_FLOAT(KEY_EPS)", "AS_FLOAT(FAULT(4) ? QUERY_EPS : KEY_EPS)"),

@@ -11,7 +11,7 @@ rows with those seeds. At temperature 0 all choices are equal: the first is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,6 +92,19 @@ class Choices:
         """Whether any choice of a row that waits was computed before."""
         known = self._rows.get(row.job_id)
         return row.is_begun or (known is not None and len(known.choices) > 1 + len(row.unqueued))
+
+    def fresh(self, waiting: Iterable[Sequence], job_ids: Collection[str], count: int) -> list[str]:
+        """Of these rows, those that wait and were never begun, the last first.
+
+        All their choices together are at most ``count``.
+        """
+        wanted, found = {*job_ids}, []
+        for row in reversed(list(waiting)):
+            num_choices = 1 + len(row.unqueued)
+            if row.job_id in wanted and not self.is_begun(row) and num_choices <= count:
+                count -= num_choices
+                found.append(row.job_id)
+        return found
 
     def check(self, *, is_idle: bool) -> None:
         """Raise AssertionError if a row waits for a choice that is not computed any more."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -202,8 +203,11 @@ class FewTokens:
     again.
     """
 
-    def __init__(self, kernel: DrawKernel | None) -> None:
+    def __init__(
+        self, kernel: DrawKernel | None, before_computing: Callable[[], None] = lambda: None
+    ) -> None:
         self._kernel = kernel
+        self._before_computing = before_computing
         self._is_checked = False
 
     def draw(self, logits: mx.array, draw: _Draw) -> mx.array:
@@ -216,6 +220,7 @@ class FewTokens:
 
     def _first(self, kernel: DrawKernel, logits: mx.array, draw: _Draw) -> mx.array:
         self._is_checked = True
+        self._before_computing()
         wanted = _draw_of_few(logits, draw)
         are_others = mx.array([not one.is_of_few for one in draw.filters])
         try:

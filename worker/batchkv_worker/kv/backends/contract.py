@@ -200,6 +200,10 @@ class Backend(Protocol):
         """
 
     @property
+    def launches_beside(self) -> bool:
+        """Whether another thread launches a step while the next one is built."""
+
+    @property
     def replays_steps(self) -> bool:
         """Whether the graph of a step is worth keeping for the next ones."""
 

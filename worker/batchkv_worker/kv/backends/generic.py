@@ -38,6 +38,7 @@ class GenericBackend:
     keeps_shapes: bool = False
     has_fused_attention: bool = True
     starts_each_layer: bool = False
+    launches_beside: bool = False
     shares_partial: bool = True
     writes_rows_at_once: bool = False
     copies_values: bool = False

@@ -11,8 +11,9 @@ from collections import deque
 
 import mlx.core as mx
 
-LAYERS_AHEAD = 2  # layers whose dense copies may exist at once, however large they are
+STARTS_AHEAD = 2  # whose dense copies may exist at once, however large they are
 BYTES_AHEAD = 64 * 2**20  # of dense copies and results of layers that are not waited for
+BYTES_AT_ONCE = 48 * 2**20  # of layers that are started together
 
 
 class Unpaced:
@@ -26,26 +27,31 @@ UNPACED = Unpaced()
 
 
 class LayersAhead:
-    """Starts each layer as it is built, and waits for an earlier one if too much is under way.
+    """Starts layers while later ones are built, and waits for earlier ones if too much is under way.
 
-    ``LAYERS_AHEAD`` layers keep the device busy while the host waits. Of a small chunk there are
-    more, since the host also builds while the device still computes a decode step.
+    The first layer starts at once, so that the device has work. Then small ones start together: each
+    start costs the host as much as many kernels. ``STARTS_AHEAD`` keep the device busy while the
+    host waits. Of a small chunk there are more, since the host also builds while the device still
+    computes a decode step.
     """
 
     def __init__(self) -> None:
         self._started: deque[tuple[mx.array, int]] = deque()
-        self._num_bytes = 0
+        self._num_bytes = self._num_held = 0
 
     def follow(self, output: mx.array, num_dense: int) -> None:
-        """Start ``output``, the result of the attention of the next layer.
+        """Start ``output``, the result of the attention of the next layer, or soon.
 
         ``num_dense``: numbers of the dense copies that it reads.
         """
+        self._num_held += output.nbytes + num_dense * output.dtype.size
+        if self._started and self._num_held < BYTES_AT_ONCE:
+            return
         mx.async_eval(output)
-        num_bytes = output.nbytes + num_dense * output.dtype.size
-        self._started.append((output, num_bytes))
-        self._num_bytes += num_bytes
-        while len(self._started) > LAYERS_AHEAD and self._num_bytes > BYTES_AHEAD:
+        self._started.append((output, self._num_held))
+        self._num_bytes += self._num_held
+        self._num_held = 0
+        while len(self._started) > STARTS_AHEAD and self._num_bytes > BYTES_AHEAD:
             first, num_bytes = self._started.popleft()
             self._num_bytes -= num_bytes
             mx.eval(first)

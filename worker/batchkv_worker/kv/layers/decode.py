@@ -6,7 +6,7 @@ layers and layouts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -52,6 +52,8 @@ class DecodeSlots:
         self._views = StepViews(shapes, pools=pools)
         self._view: StepView | None = None
         self.graphs = StepGraphs(self.layers, self.model_cache) if replays else None
+        # Called before anything is computed that is no part of a step.
+        self.before_computing: Callable[[], None] = lambda: None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -251,6 +253,7 @@ class DecodeSlots:
         """
         if not moves:
             return
+        self.before_computing()
         rows = RowMoves(moves)
         copied: list[tuple[SlotLayer, list[mx.array]]] = []
         room = most = self._most_copied()
@@ -275,6 +278,7 @@ class DecodeSlots:
         """Rebuild buffers one layer at a time, so that only one layer is ever held twice."""
         if not changes:
             return
+        self.before_computing()
         for layer, kind in zip(self.layers, self._kinds, strict=True):
             change = changes.get(kind.window)
             if change is not None:

@@ -29,6 +29,7 @@ class CudaBackend(GpuBackend):
     name: str = "cuda"
     columns_multiple: int = 64
     rows_multiple: int = 8
+    launches_beside: bool = True
     shares_partial: bool = False  # chunks of more rows took longer on an H100
     usual_chunk: int = 2048
     largest_chunk: int = 4096  # a slow host may launch 2,048 later than an H100 ends them

@@ -12,7 +12,7 @@ a sum and a norm does not. With the kernel it must give the same answers, for st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any

@@ -1,0 +1,125 @@
+"""How decode steps are launched: by the engine's thread, or by a thread beside it.
+
+To launch a step, the host prepares each of its kernels. On CUDA this takes most of a step's time,
+and MLX keeps Python free meanwhile. So another thread launches a step, and the engine's thread
+builds the graph of the next one.
+
+MLX computes a stream's work for one thread at a time. So the engine's thread calls ``join`` before
+anything that MLX computes for it; what only builds graphs needs no such call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+log = logging.getLogger("batchkv.engine")
+
+
+class Launches(Protocol):
+    """Starts computations. ``close`` ends it, after a ``join``."""
+
+    def start(self, *arrays: Any) -> None:
+        """Start to compute arrays. Those before must have been joined."""
+
+    def join(self) -> None:
+        """Wait until all is launched. Raises what MLX raised meanwhile, once."""
+
+    def settle(self) -> None:
+        """The same after a fault: what MLX raised meanwhile is a part of it."""
+
+    def close(self) -> None: ...
+
+
+class AtOnce:
+    """By the calling thread."""
+
+    def start(self, *arrays: Any) -> None:
+        mx.async_eval(*arrays)
+
+    def join(self) -> None:
+        """All is launched."""
+
+    def settle(self) -> None:
+        """All is launched."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Beside:
+    """By a thread of its own. The default stream must be one that any thread may use."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._given: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._is_begun, self._is_done = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_busy = False
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="batchkv-launch", daemon=True)
+        self._thread.start()
+
+    def start(self, *arrays: Any) -> None:
+        assert not self._is_busy, "the step before was not joined"
+        self._is_busy = True
+        self._given.put(arrays)
+        # Python changes threads after 5 ms, or where one waits. The other one soon lets Python go.
+        self._is_begun.acquire()
+
+    def join(self) -> None:
+        if not self._is_busy:
+            return
+        self._is_done.acquire()
+        self._is_busy = False
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def settle(self) -> None:
+        with suppress(RuntimeError, MemoryError):
+            self.join()
+
+    def close(self) -> None:
+        self.settle()
+        self._given.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        mx.set_default_stream(self._stream)
+        while (given := self._given.get()) is not None:
+            self._is_begun.release()
+            try:
+                mx.async_eval(*given)
+            except BaseException as fault:  # noqa: BLE001 - the engine's thread raises it
+                self._fault = fault
+            # MLX writes into buffers in place if nobody else holds them.
+            del given
+            self._is_done.release()
+
+
+def choose(*, is_beside: bool) -> Launches:
+    """``is_beside``: by a thread of its own, if MLX lets it compute for this one."""
+    if not is_beside:
+        return AtOnce()
+    launches = Beside(mx.default_stream(mx.default_device()))
+    try:
+        launches.start(mx.zeros((1,)) + 1)
+        launches.join()
+    except RuntimeError as fault:
+        log.debug("steps are launched by the engine's thread: %s", fault)
+        launches.close()
+        return AtOnce()
+    return launches
+
+
+def share_stream(make: Callable[[mx.Device], Any] | None = None) -> None:
+    """Make the calling thread's default stream one that any thread may use, if MLX has such."""
+    make = make or getattr(mx, "new_thread_unsafe_stream", None)
+    if make is not None:
+        mx.set_default_stream(make(mx.default_device()))
