@@ -242,8 +242,6 @@ class Engine:
         for row, refusal in self._grammars.advance():
             self.cancel(row.job_id)
             self._ends.refuse(row.job_id, refusal.code, str(refusal))
-        if self.client.is_busy:  # then it may compute something
-            self._launches.join()
         self.client.advance(self._scheduler.waiting)
         self._live.make_way(self._read_in_flight)
         self._run_prefill()

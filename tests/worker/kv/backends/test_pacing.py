@@ -13,7 +13,13 @@ from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
-from batchkv_worker.kv.backends.pacing import BYTES_AHEAD, LAYERS_AHEAD, UNPACED, LayersAhead
+from batchkv_worker.kv.backends.pacing import (
+    BYTES_AHEAD,
+    BYTES_AT_ONCE,
+    STARTS_AHEAD,
+    UNPACED,
+    LayersAhead,
+)
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
 from batchkv_worker.kv.layers.decode import DecodeSlots
@@ -56,22 +62,39 @@ def test_all_layers_of_a_group_go_at_one_pace() -> None:
 
 
 def test_so_many_layers_are_under_way_and_no_more() -> None:
-    """Every layer is started, and the host waits for the one ``LAYERS_AHEAD`` before."""
+    """Every large layer is started, and the host waits for the one ``STARTS_AHEAD`` before."""
     own = LayersAhead()
-    for index in range(3 * LAYERS_AHEAD):
+    for index in range(3 * STARTS_AHEAD):
         own.follow(mx.array([index]) + 1, BYTES_AHEAD)
-        assert len(own._started) == min(index + 1, LAYERS_AHEAD)
-    assert own._started[0][0].item() == 2 * LAYERS_AHEAD + 1
+        assert len(own._started) == min(index + 1, STARTS_AHEAD)
+    assert own._started[0][0].item() == 2 * STARTS_AHEAD + 1
+
+
+def test_small_layers_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first starts at once. Those that are held count when they start."""
+    real, started = mx.async_eval, []
+
+    def noting(array: mx.array) -> None:
+        started.append(array)
+        real(array)
+
+    monkeypatch.setattr(mx, "async_eval", noting)
+    own, part = LayersAhead(), BYTES_AT_ONCE // 4
+    outputs = [mx.zeros((part // 8,), mx.float32) for _ in range(10)]
+    for output in outputs:
+        own.follow(output, part // 8)
+    assert [id(one) for one in started] == [id(outputs[place]) for place in (0, 4, 8)]
+    assert [num_bytes for _, num_bytes in own._started] == [part, 4 * part, 4 * part][-2:]
 
 
 def test_the_host_runs_on_while_little_is_under_way() -> None:
     """Layers of small chunks are waited for only when all together are large."""
-    own, half = LayersAhead(), BYTES_AHEAD // 2
-    for index in range(12):
-        own.follow(mx.zeros((half // 40,), mx.float32), half // 40)
-        assert len(own._started) == min(index + 1, 10)
-    own.follow(mx.zeros((half // 4,), mx.float32), 0)
-    assert sum(num_bytes for _, num_bytes in own._started) <= BYTES_AHEAD
+    own = LayersAhead()
+    for _ in range(400):
+        own.follow(mx.zeros((BYTES_AT_ONCE // 80,), mx.float32), BYTES_AT_ONCE // 80)
+        under_way = sum(num_bytes for _, num_bytes in own._started)
+        assert under_way <= max(BYTES_AHEAD, STARTS_AHEAD * 1.1 * BYTES_AT_ONCE)
+    assert len(own._started) == STARTS_AHEAD
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gear", "deepseek_v3"])

@@ -27,12 +27,12 @@ UNPACED = Unpaced()
 
 
 class LayersAhead:
-    """Starts layers while later ones are built, and waits for earlier ones if too much is under way.
+    """Starts layers while later ones are built. Waits for earlier ones if too much is under way.
 
-    The first layer starts at once, so that the device has work. Then small ones start together: each
-    start costs the host as much as many kernels. ``STARTS_AHEAD`` keep the device busy while the
-    host waits. Of a small chunk there are more, since the host also builds while the device still
-    computes a decode step.
+    The first layer starts at once, so that the device has work. Then small ones start together:
+    each start costs the host as much as many kernels. ``STARTS_AHEAD`` of them keep the device busy
+    while the host waits. Of a small chunk there are more, since the host also builds while the
+    device still computes a decode step.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,350 @@
+"""Steps are launched by the engine's thread, or by one beside it: the rows are the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.engine import engine as engines
+from batchkv_worker.engine import launching
+from batchkv_worker.engine.engine import Engine, EngineConfig
+from batchkv_worker.engine.launching import AtOnce, Beside, choose, share_stream
+from batchkv_worker.engine.tokens.sampling import FewTokens, sample
+from batchkv_worker.events import Completed
+from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.sequence import Generation, Sequence
+from support import tiny_models
+from worker.engine.grammar import guided_rows
+from worker.engine.schedule import test_admission as admission
+from worker.engine.test_oom import ASKED, failing
+from worker.kv.crowd import model_of, random_prompt
+from worker.prefix import engines_on_store as stores
+
+SECONDS = 60.0  # that a thread may take
+
+
+def beside_others(run: Callable[[], Any]) -> Any:
+    """What ``run`` returns, on a thread whose default stream any thread may use."""
+    found: list[Any] = []
+
+    def whole() -> None:
+        share_stream()
+        try:
+            found.append(run())
+        except BaseException as fault:  # noqa: BLE001 - raised again below
+            found.append(fault)
+
+    thread = threading.Thread(target=whole, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert found, "it never ends"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "launch" in thread.name]
+
+
+def test_another_thread_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are there after a join, and the thread ends with ``close``."""
+    by: list[str] = []
+    real = mx.async_eval
+
+    def noting(*arrays: Any) -> None:
+        by.append(threading.current_thread().name)
+        real(*arrays)
+
+    def run() -> list[float]:
+        launches = choose(is_beside=True)
+        assert isinstance(launches, Beside) and threads()
+        monkeypatch.setattr(mx, "async_eval", noting)
+        totals = []
+        for number in range(20):
+            array = mx.full((100,), number) @ mx.ones((100, 1))
+            launches.start([array], array + 1)
+            after = (array + 2).sum()  # is built meanwhile
+            launches.join()
+            launches.join()  # there is nothing more to wait for
+            totals.append(after.item())
+        launches.close()
+        return totals
+
+    assert beside_others(run) == [100.0 * number + 2 for number in range(20)]
+    assert by == ["batchkv-launch"] * 20 and not threads()
+
+
+def test_a_fault_reaches_the_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once. After a fault it can be left out, and the next arrays are launched as ever."""
+    real, faults = mx.async_eval, [ASKED, ASKED]
+
+    def failing(*arrays: Any) -> None:
+        if faults:
+            raise faults.pop()
+        real(*arrays)
+
+    def run() -> float:
+        launches = choose(is_beside=True)
+        monkeypatch.setattr(mx, "async_eval", failing)
+        launches.start(mx.ones((3,)) + 1)
+        with pytest.raises(RuntimeError, match="Unable to allocate"):
+            launches.join()
+        launches.join()
+        launches.start(mx.ones((3,)) + 1)
+        launches.settle()
+        array = mx.ones((3,)) + 1
+        launches.start(array)
+        launches.join()
+        launches.close()
+        return float(array.sum().item())
+
+    assert beside_others(run) == 6
+
+
+def test_the_own_thread_launches_where_streams_are_not_shared() -> None:
+    """As on devices without it, and where MLX refuses another thread."""
+    assert isinstance(choose(is_beside=False), AtOnce)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(choose(is_beside=True)))
+    thread.start()
+    thread.join(SECONDS)
+    assert isinstance(found[0], AtOnce) and not threads()
+
+
+class Held:
+    """Launches at the join. Between start and join nothing may be computed."""
+
+    open: list[Held] = []  # noqa: RUF012 - of one test at a time
+
+    def __init__(self, real: Callable[..., None]) -> None:
+        self._real = real
+        self._given: tuple[Any, ...] = ()
+        self.num_built = 0  # graphs that were built between a start and its join
+
+    def start(self, *arrays: Any) -> None:
+        assert not self._given
+        self._given = arrays
+        Held.open.append(self)
+
+    def join(self) -> None:
+        given, self._given = self._given, ()
+        if given:
+            Held.open.remove(self)
+            self._real(*given)
+
+    settle = close = join
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Held]]:
+    """Engines with such launches, and an error for all that is computed too early."""
+    made: list[Held] = []
+    names = ("eval", "async_eval", "synchronize", "clear_cache")
+    real = {name: getattr(mx, name) for name in names}
+
+    def guarded(name: str) -> Callable[..., None]:
+        def call(*arrays: Any) -> None:
+            assert not Held.open, f"mx.{name} while a step is launched"
+            real[name](*arrays)
+
+        return call
+
+    def chosen(*, is_beside: bool) -> Held:
+        made.append(Held(real["async_eval"]))
+        return made[-1]
+
+    monkeypatch.setattr(engines, "choose_launches", chosen)
+    for name in real:
+        monkeypatch.setattr(mx, name, guarded(name))
+    yield made
+    Held.open.clear()
+
+
+def engine(*, is_beside: bool, **changes: Any) -> Engine:
+    config = EngineConfig(
+        *("affine8", 4),
+        chunk_tokens=256,
+        memory_bytes=2**27,
+        path="fused",
+        group_cost=0,
+        prefix_cells=0,
+        backend=replace(GenericBackend(), launches_beside=is_beside),
+    )
+    return Engine(tiny_models.loaded(model_of("llama")), replace(config, **changes))
+
+
+def rows(count: int = 9) -> list[Sequence]:
+    """Greedy ones and others, that share a prefix or not, of several chunks or few tokens."""
+    common = random_prompt(99, 280)
+    looks_back = {"repetition_penalty": 1.2, "bad_words": ((1, 2), (4,)), "logprobs": 2}
+    asked = (
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 5},
+        {"temperature": 0.7, **looks_back},
+    )
+    return [
+        Sequence(
+            str(index),
+            (common if index % 2 else []) + random_prompt(index, 5 + 60 * index),
+            Generation(50 - 3 * index, seed=index, **asked[index % 3]),
+        )
+        for index in range(count)
+    ]
+
+
+def drained(
+    running: Engine, given: list[Sequence] | None = None, late: int = 4
+) -> dict[str, list[int]]:
+    """The tokens of all rows; some come in while others decode."""
+    found: dict[str, list[int]] = {}
+    waiting = rows() if given is None else given
+    for row in waiting[:late]:
+        running.submit_row(row)
+    left = waiting[late:]
+    for _ in range(2000):
+        for event in running.step():
+            assert isinstance(event, Completed)
+            found[event.job_id] = list(event.token_ids)
+        running.check_integrity()
+        if left and len(found) >= 2:
+            running.submit_row(left.pop(0))
+        if running.is_idle and not left:
+            running.close()
+            return found
+    raise AssertionError("the engine never becomes idle")
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, list[int]]:
+    return drained(engine(is_beside=False))
+
+
+def test_rows_are_the_same_with_a_thread_that_launches(wanted: dict[str, list[int]]) -> None:
+    def run() -> dict[str, list[int]]:
+        running = engine(is_beside=True)
+        assert isinstance(running._launches, Beside)
+        return drained(running)
+
+    assert beside_others(run) == wanted
+    assert not threads()
+
+
+def test_nothing_is_computed_while_a_step_is_launched(
+    held: list[Held], wanted: dict[str, list[int]]
+) -> None:
+    """Whatever a step has to do besides: rows that come and leave, buffers that grow."""
+    assert drained(engine(is_beside=True)) == wanted
+    assert len(held) == 1
+
+
+def test_memory_that_is_short_makes_rows_leave_and_come_back(held: list[Held]) -> None:
+    """Their slots are copied, shrunk and filled again."""
+
+    roomy = engine(is_beside=True, slots=admission.ROWS)
+    memory_bytes = admission.room(roomy.plan.costs, 2000)
+    short = engine(is_beside=True, slots=admission.ROWS, memory_bytes=memory_bytes, prefix_bytes=0)
+    admission.expect_short_answers(short)
+    expected = drained(roomy, admission.rows(), admission.ROWS)
+    assert drained(short, admission.rows(), admission.ROWS) == expected
+    assert short._decode_rows.num_preempted > 0 and roomy._decode_rows.num_preempted == 0
+
+
+def test_a_fault_while_a_step_is_launched(
+    held: list[Held], wanted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch ends before rows are computed again."""
+    running = engine(is_beside=True)
+    broken = failing(DecodeSlots.end_step, {5, 11, 12}, ASKED)
+    monkeypatch.setattr(DecodeSlots, "end_step", broken)
+    assert drained(running) == wanted
+    assert running._recovery.num_out_of_memory == 3
+
+
+def test_rows_with_guides_are_chosen_after_the_launch(held: list[Held]) -> None:
+    rows = [guided_rows.work(f"{n}", "regex", "[a-z]{9}", seed=n) for n in range(3)]
+    rows.append(guided_rows.work("free", max_tokens=20))
+    with_guides = guided_rows.engine(backend=replace(GenericBackend(), launches_beside=True))
+    found = guided_rows.run(with_guides, rows)
+    assert len(held) == 1 and len(found) == 4
+    assert all(found[f"{n}"].text.isalpha() and len(found[f"{n}"].text) == 9 for n in range(3))
+
+
+def test_blocks_are_sent_after_the_launch(held: list[Held], tmp_path: Path) -> None:
+    """One engine writes them while it decodes, the other one takes them."""
+    beside = {"backend": replace(GenericBackend(), launches_beside=True)}
+    prompts = stores.behind(600, 30, 300, 90)
+    answers = []
+    for _ in range(2):
+        way = stores.access(stores.on_disk(tmp_path))
+        with stores.running(model_of("llama"), way, **beside) as running:
+            answers.append(stores.run(running, prompts, 30))
+            assert running.client.flush(30)  # type: ignore[attr-defined]
+    assert stores.tokens(answers[0]) == stores.tokens(answers[1])
+    assert min(stores.cached(answers[1])) >= 512 and len(held) == 2
+
+
+def test_an_engine_rests_and_ends_whatever_is_launched(held: list[Held]) -> None:
+    running = engine(is_beside=True)
+    running.submit_row(rows()[0])
+    running.step()
+    assert Held.open
+    running.rest()
+    running.step()
+    assert Held.open
+    running.close()
+    assert not Held.open
+
+
+def test_the_first_draw_of_the_kernel_is_compared_after_the_launch() -> None:
+    """This waits for results, but no other draw does."""
+    joined: list[int] = []
+
+    class Kernel:
+        def __call__(self, logits: mx.array, given: Any) -> mx.array:
+            assert joined == [1]
+            return mx.argmax(logits, axis=-1)
+
+    few = FewTokens(Kernel(), lambda: joined.append(1))  # type: ignore[arg-type]
+    logits = mx.array([[0.0, 80.0, 1.0, 2.0]] * 2)
+    likeliest = Generation(9, temperature=0.5, top_k=2, seed=1)
+    drawing = [Sequence(str(n), [1, 2], likeliest) for n in range(2)]
+    for _ in range(3):
+        found = sample(logits, mx.array([1, 1]), drawing, few=few)
+        assert found.tokens.tolist() == [1, 1]
+    assert joined == [1]
+
+
+@pytest.mark.parametrize("at", [{3}, {9, 10}, {25}])
+def test_memory_that_runs_out_while_a_step_is_launched(
+    at: set[int], wanted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are computed again, token for token."""
+    made = [0]
+
+    class Failing:
+        """MLX, which runs out of memory at some launches."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mx, name)
+
+        def async_eval(self, *arrays: Any) -> None:
+            made[0] += 1
+            if made[0] - 1 in at:  # the first call is that of ``choose``
+                raise ASKED
+            mx.async_eval(*arrays)
+
+    monkeypatch.setattr(launching, "mx", Failing())
+
+    def run() -> tuple[dict[str, list[int]], int]:
+        running = engine(is_beside=True)
+        return drained(running), running._recovery.num_out_of_memory
+
+    assert beside_others(run) == (wanted, len(at))
