@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from batchkv_worker.engine.launching import AtOnce, Beside, choose, share_stream
 from batchkv_worker.engine.tokens.sampling import FewTokens, sample
 from batchkv_worker.events import Completed
 from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
@@ -28,6 +30,7 @@ from worker.kv.crowd import model_of, random_prompt
 from worker.prefix import engines_on_store as stores
 
 SECONDS = 60.0  # that a thread may take
+GPU = GenericBackend(replays_steps=True, launches_beside=True)
 
 
 def beside_others(run: Callable[[], Any]) -> Any:
@@ -57,10 +60,12 @@ def threads() -> list[str]:
 def test_another_thread_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are there after a join, and the thread ends with ``close``."""
     by: list[str] = []
+    streams: list[Any] = []
     real = mx.async_eval
 
     def noting(*arrays: Any) -> None:
         by.append(threading.current_thread().name)
+        streams.append(mx.default_stream(mx.default_device()))
         real(*arrays)
 
     def run() -> list[float]:
@@ -71,15 +76,37 @@ def test_another_thread_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(20):
             array = mx.full((100,), number) @ mx.ones((100, 1))
             launches.start([array], array + 1)
+            assert launches._given.empty(), "the other thread has not begun"
             after = (array + 2).sum()  # is built meanwhile
             launches.join()
             launches.join()  # there is nothing more to wait for
             totals.append(after.item())
         launches.close()
+        assert all(one == mx.default_stream(mx.default_device()) for one in streams)
         return totals
 
     assert beside_others(run) == [100.0 * number + 2 for number in range(20)]
     assert by == ["batchkv-launch"] * 20 and not threads()
+
+
+def test_nothing_is_held_after_the_launch() -> None:
+    """A buffer that somebody holds is not written in place."""
+
+    class Arrays(list[mx.array]):
+        """Can be referred to weakly."""
+
+    def run() -> bool:
+        launches = choose(is_beside=True)
+        given = Arrays([mx.ones((3,)) + 1])
+        seen = weakref.ref(given)
+        launches.start(given)
+        launches.join()
+        del given
+        is_gone = seen() is None
+        launches.close()
+        return is_gone
+
+    assert beside_others(run)
 
 
 def test_a_fault_reaches_the_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +144,31 @@ def test_the_own_thread_launches_where_streams_are_not_shared() -> None:
     thread.start()
     thread.join(SECONDS)
     assert isinstance(found[0], AtOnce) and not threads()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_model_that_computes_while_it_is_built_is_launched_as_ever(evaluates: bool) -> None:
+    """Such a graph cannot be traced, which a start finds out."""
+    model = tiny_models.build("llama")
+
+    class Looks(type(model)):  # type: ignore[misc]
+        def __call__(self, tokens: mx.array, **named: Any) -> mx.array:
+            logits = super().__call__(tokens, **named)
+            if evaluates:
+                mx.eval(logits)
+            return logits
+
+    model.__class__ = Looks
+    kept = replace(GPU, measurements=Measurements())
+    config = EngineConfig("float", slots=2, memory_bytes=2**27, path="fused", backend=kept)
+
+    def run() -> bool:
+        running = Engine(tiny_models.loaded(model), config)
+        is_beside = isinstance(running._launches, Beside)
+        running.close()
+        return is_beside
+
+    assert beside_others(run) is not evaluates
 
 
 class Held:
@@ -176,7 +228,7 @@ def engine(*, is_beside: bool, **changes: Any) -> Engine:
         path="fused",
         group_cost=0,
         prefix_cells=0,
-        backend=replace(GenericBackend(), launches_beside=is_beside),
+        backend=replace(GPU, launches_beside=is_beside),
     )
     return Engine(tiny_models.loaded(model_of("llama")), replace(config, **changes))
 
@@ -271,24 +323,26 @@ def test_a_fault_while_a_step_is_launched(
 def test_rows_with_guides_are_chosen_after_the_launch(held: list[Held]) -> None:
     rows = [guided_rows.work(f"{n}", "regex", "[a-z]{9}", seed=n) for n in range(3)]
     rows.append(guided_rows.work("free", max_tokens=20))
-    with_guides = guided_rows.engine(backend=replace(GenericBackend(), launches_beside=True))
+    with_guides = guided_rows.engine(backend=GPU)
     found = guided_rows.run(with_guides, rows)
     assert len(held) == 1 and len(found) == 4
     assert all(found[f"{n}"].text.isalpha() and len(found[f"{n}"].text) == 9 for n in range(3))
 
 
-def test_blocks_are_sent_after_the_launch(held: list[Held], tmp_path: Path) -> None:
+def test_blocks_are_sent_after_the_launch(
+    held: list[Held], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One engine writes them while it decodes, the other one takes them."""
-    beside = {"backend": replace(GenericBackend(), launches_beside=True)}
     prompts = stores.behind(600, 30, 300, 90)
     answers = []
     for _ in range(2):
         way = stores.access(stores.on_disk(tmp_path))
-        with stores.running(model_of("llama"), way, **beside) as running:
+        with stores.running(model_of("llama"), way, backend=GPU) as running:
             answers.append(stores.run(running, prompts, 30))
             assert running.client.flush(30)  # type: ignore[attr-defined]
     assert stores.tokens(answers[0]) == stores.tokens(answers[1])
     assert min(stores.cached(answers[1])) >= 512 and len(held) == 2
+    assert "handed to the store" not in caplog.text
 
 
 def test_an_engine_rests_and_ends_whatever_is_launched(held: list[Held]) -> None:

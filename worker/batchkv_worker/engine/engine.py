@@ -96,7 +96,7 @@ class Engine:
         chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill)
         limits = config.memory_bytes - self.prefixes.max_bytes, plan.costs, plan.shapes.step
         self._slots = plan.slots(config.slots)
-        self._launches = choose_launches(is_beside=plan.backend.launches_beside)
+        self._launches = choose_launches(is_beside=plan.backend.launches_beside and plan.replays)
         join = self._slots.before_computing = self._launches.join
         self._scheduler = Scheduler(
             *(self._slots.layouts, Budget(chunk, *limits, plan.backend.chunk_steps)),

@@ -5,7 +5,8 @@ and MLX keeps Python free meanwhile. So another thread launches a step, and the 
 builds the graph of the next one.
 
 MLX computes a stream's work for one thread at a time. So the engine's thread calls ``join`` before
-anything that MLX computes for it; what only builds graphs needs no such call.
+anything that MLX computes for it; what only builds graphs needs no such call. A model whose graphs
+can be traced builds them without computing; others are launched by the engine's thread.
 """
 
 from __future__ import annotations
