@@ -11,9 +11,9 @@ import pytest
 from batchkv_worker.engine import chunk_size as chunk_probe
 from batchkv_worker.engine import engine
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.engine.launching import AtOnce
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.launching import AtOnce
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models

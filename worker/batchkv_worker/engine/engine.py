@@ -9,7 +9,7 @@ One thread owns it and all of MLX; ``prepare`` alone may run beside it. A step h
 So building, most of Python's work, overlaps with the device. A step starts when the one before it
 has ended. Then nothing else refers to the slot buffers, and MLX writes into them in place. On a
 CPU, (b) starts each layer as it is built (``Backend.starts_each_layer``). On CUDA, (b) of the next
-step overlaps with launching this one (``launching``).
+step overlaps with launching this one (``kv/backends/launching``).
 
 If a row has a guide, such as a grammar, (b) builds the step's logits alone. Its tokens are chosen
 after (c), while the device computes the logits (``decode_step``).
@@ -33,7 +33,6 @@ from batchkv_worker.engine.decode_rows import DecodeRows
 from batchkv_worker.engine.decode_step import OpenStep, Step, build_step, choose
 from batchkv_worker.engine.diagnostics import Diagnostics
 from batchkv_worker.engine.grammar.grammars import Grammars
-from batchkv_worker.engine.launching import choose as choose_launches
 from batchkv_worker.engine.live import LiveRows
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.pressure import NoPressure, Pressure
@@ -48,6 +47,7 @@ from batchkv_worker.engine.tokens.sampling import FewTokens
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Event, Work
 from batchkv_worker.faults import is_at_once, is_device_fault, is_out_of_memory
+from batchkv_worker.kv.backends.launching import choose as choose_launches
 from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import make_plan
@@ -76,7 +76,6 @@ class Engine:
         access: Access | None = None,
         pressure: Pressure | None = None,
     ) -> None:
-        self.loaded, self.config = loaded, config
         self.num_slots, self.max_in_flight = config.slots, config.slots + config.prefetch
         self.plan = plan = make_plan(
             *(loaded.name, loaded.model, loaded.caches, config.scheme, loaded.dtype),
@@ -84,20 +83,19 @@ class Engine:
             slots=config.slots,
             fixed=Fixed(config.path, config.group_cost, config.prefix_cells),
         )
-        self.client: PrefixClient = (
+        client: PrefixClient = (
             NoSharedPrefixes() if access is None else StoreClient(access, loaded, plan)
         )
-        client, prefix_bytes = self.client, config.prefix_bytes
+        self.loaded, self.config, self.client = loaded, config, client
         self.prefixes = PrefixCache(
-            config.memory_bytes // 8 if prefix_bytes is None else prefix_bytes,
+            config.memory_bytes // 8 if config.prefix_bytes is None else config.prefix_bytes,
             *(plan.costs, plan.kinds, client.root, client.on_new, plan.backend.shares_partial),
         )
         client.attach(self.prefixes)
         chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill)
         limits = config.memory_bytes - self.prefixes.max_bytes, plan.costs, plan.shapes.step
-        self._slots = plan.slots(config.slots)
         self._launches = choose_launches(is_beside=plan.backend.launches_beside and plan.replays)
-        join = self._slots.before_computing = self._launches.join
+        self._slots = plan.slots(config.slots, join := self._launches.join)
         self._scheduler = Scheduler(
             *(self._slots.layouts, Budget(chunk, *limits, plan.backend.chunk_steps)),
             *(self.prefixes.num_cached, self._is_ready),

@@ -62,9 +62,8 @@ class _Builder:
         log.info(blas_name := blas.load())
         open_files.import_mlx_lm()
         from batchkv_worker.engine.kept_measurements import open_backend
-        from batchkv_worker.engine.launching import share_stream
-        from batchkv_worker.kv.backends import device
         from batchkv_worker.kv.backends.default_slots import slots_of_this_machine
+        from batchkv_worker.kv.backends.device import prepare_device
         from batchkv_worker.kv.start.kv_memory import choose_memory, read_facts
         from batchkv_worker.model.loader import load
         from batchkv_worker.prefix.shared.access import open_access
@@ -73,9 +72,7 @@ class _Builder:
         self._has_built = False
         access = open_access(settings)  # first: a fault in the settings costs no loading
         self.access = replace(access, outlives_engine=bool(files)) if access else None
-        device.prepare_device(wired_limit=settings.wired_limit)
-        if device.kind() == "cuda":  # before anything is computed
-            share_stream()
+        prepare_device(wired_limit=settings.wired_limit)
         facts = self._facts = read_facts(settings.cache)  # before the model takes its own
         ENGINE.enter(LOAD)
         loaded = self.loaded = load(settings.model, settings.dtype, is_careful=True)

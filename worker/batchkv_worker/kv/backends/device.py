@@ -8,6 +8,7 @@ import os
 import mlx.core as mx
 
 from batchkv_worker.kv.backends import host_memory
+from batchkv_worker.kv.backends.launching import share_stream
 from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_limit
 
 log = logging.getLogger("batchkv.device")
@@ -25,10 +26,15 @@ def prepare_device(*, wired_limit: bool) -> None:
     waits for running work before it starts more. On CUDA, MLX's own limits stay: no other program
     needs that memory, and to allocate freed memory again costs much.
 
+    On CUDA the calling thread gets another default stream, which other threads may use, too. So
+    this comes before anything is computed.
+
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
     """
     log.info("device: %s", name())
+    if kind() == "cuda":
+        share_stream()
     recommended = _metal_bytes("max_recommended_working_set_size")
     if not recommended:
         return

@@ -37,8 +37,12 @@ class DecodeSlots:
         shapes: Shapes,
         *,
         replays: bool = False,
+        before_computing: Callable[[], None] = lambda: None,
     ) -> None:
-        """``replays``: the graph of a step may be used again for the next (``StepGraphs``)."""
+        """``replays``: the graph of a step may be used again for the next (``StepGraphs``).
+
+        ``before_computing`` is called before anything is computed that is no part of a step.
+        """
         self._backend = backend
         self._windows = [kind.window for kind in kinds]
         pools = have_pools(kinds)
@@ -52,8 +56,7 @@ class DecodeSlots:
         self._views = StepViews(shapes, pools=pools)
         self._view: StepView | None = None
         self.graphs = StepGraphs(self.layers, self.model_cache) if replays else None
-        # Called before anything is computed that is no part of a step.
-        self.before_computing: Callable[[], None] = lambda: None
+        self._before_computing = before_computing
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -253,7 +256,7 @@ class DecodeSlots:
         """
         if not moves:
             return
-        self.before_computing()
+        self._before_computing()
         rows = RowMoves(moves)
         copied: list[tuple[SlotLayer, list[mx.array]]] = []
         room = most = self._most_copied()
@@ -278,7 +281,7 @@ class DecodeSlots:
         """Rebuild buffers one layer at a time, so that only one layer is ever held twice."""
         if not changes:
             return
-        self.before_computing()
+        self._before_computing()
         for layer, kind in zip(self.layers, self._kinds, strict=True):
             change = changes.get(kind.window)
             if change is not None:

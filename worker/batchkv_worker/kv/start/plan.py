@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +58,12 @@ class KvPlan:
         """Whether a layer keeps a state, which exists only where a chunk ended."""
         return any(kind.has_state for kind in self.kinds)
 
-    def slots(self, num_slots: int) -> DecodeSlots:
-        """Decode slots for so many rows, empty."""
+    def slots(
+        self, num_slots: int, before_computing: Callable[[], None] = lambda: None
+    ) -> DecodeSlots:
+        """Decode slots for so many rows, empty. ``before_computing``: as they take it."""
         what = self.backend, self.kinds, self.tree, num_slots, self.shapes
-        return DecodeSlots(*what, replays=self.replays)
+        return DecodeSlots(*what, replays=self.replays, before_computing=before_computing)
 
     @property
     def schemes(self) -> tuple[LayerScheme, ...]:

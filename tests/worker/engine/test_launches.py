@@ -13,12 +13,12 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.engine import engine as engines
-from batchkv_worker.engine import launching
 from batchkv_worker.engine.engine import Engine, EngineConfig
-from batchkv_worker.engine.launching import AtOnce, Beside, choose, share_stream
 from batchkv_worker.engine.tokens.sampling import FewTokens, sample
 from batchkv_worker.events import Completed
+from batchkv_worker.kv.backends import launching
 from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.launching import AtOnce, Beside, choose, share_stream
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Generation, Sequence
