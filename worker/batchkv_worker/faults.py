@@ -62,6 +62,11 @@ def is_device_fault(fault: BaseException) -> bool:
     return any(sign in text for sign in _DEVICE_FAULT)
 
 
+def graver(fault: Exception, other: Exception | None) -> Exception:
+    """Of two exceptions of one step, the one to recover from: a failed device ends more."""
+    return other if other is not None and is_device_fault(other) else fault
+
+
 def is_late(fault: BaseException) -> bool:
     """Whether an exception of MLX reports that work failed which was given to the device before."""
     is_short = isinstance(fault, RuntimeError) and is_out_of_memory(fault)

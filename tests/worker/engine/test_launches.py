@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from batchkv_worker.engine import engine as engines
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.tokens.sampling import FewTokens, sample
 from batchkv_worker.events import Completed
+from batchkv_worker.faults import graver
 from batchkv_worker.kv.backends import launching
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.launching import AtOnce, Beside, choose, share_stream
@@ -126,7 +128,7 @@ def test_a_fault_reaches_the_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> N
             launches.join()
         launches.join()
         launches.start(mx.ones((3,)) + 1)
-        launches.settle()
+        assert launches.settle() is ASKED and launches.settle() is None
         array = mx.ones((3,)) + 1
         launches.start(array)
         launches.join()
@@ -134,6 +136,49 @@ def test_a_fault_reaches_the_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> N
         return float(array.sum().item())
 
     assert beside_others(run) == 6
+
+
+def test_a_fault_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is short then. What the frames above held goes with them, without a collection."""
+    real, left = mx.async_eval, [1]
+
+    def failing(*arrays: Any) -> None:
+        if left:
+            left.clear()
+            raise RuntimeError(str(ASKED))
+        real(*arrays)
+
+    class Graph:
+        """Stands for the arrays of a step."""
+
+    def step(launches: Any) -> Any:
+        upcoming = Graph()
+        seen = weakref.ref(upcoming)
+        launches.start(mx.ones((3,)) + 1)
+        try:
+            launches.join()
+        except RuntimeError:
+            return seen
+        raise AssertionError("nothing was raised")
+
+    def run() -> bool:
+        launches = choose(is_beside=True)
+        monkeypatch.setattr(mx, "async_eval", failing)
+        gc.disable()
+        try:
+            return step(launches)() is None
+        finally:
+            gc.enable()
+            launches.close()
+
+    assert beside_others(run)
+
+
+def test_a_failed_device_comes_before_memory_that_ran_out() -> None:
+    """Where a step and its launch fail. What MLX raised is never lost."""
+    device = RuntimeError("[METAL] Command buffer execution failed: Impacting Interactivity")
+    assert graver(ASKED, device) is device and graver(device, ASKED) is device
+    assert graver(ASKED, None) is ASKED and graver(ASKED, ValueError("x")) is ASKED
 
 
 def test_the_own_thread_launches_where_streams_are_not_shared() -> None:
@@ -192,7 +237,10 @@ class Held:
             Held.open.remove(self)
             self._real(*given)
 
-    settle = close = join
+    close = join
+
+    def settle(self) -> Exception | None:
+        return self.join()
 
 
 @pytest.fixture
@@ -370,6 +418,10 @@ def test_the_first_draw_of_the_kernel_is_compared_after_the_launch() -> None:
     logits = mx.array([[0.0, 80.0, 1.0, 2.0]] * 2)
     likeliest = Generation(9, temperature=0.5, top_k=2, seed=1)
     drawing = [Sequence(str(n), [1, 2], likeliest) for n in range(2)]
+    broken = FewTokens(Kernel(), failing(lambda: joined.append(1), {1}, ASKED))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        sample(logits, mx.array([1, 1]), drawing, few=broken)
+    assert not broken._is_checked
     for _ in range(3):
         found = sample(logits, mx.array([1, 1]), drawing, few=few)
         assert found.tokens.tolist() == [1, 1]

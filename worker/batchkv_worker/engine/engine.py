@@ -46,7 +46,7 @@ from batchkv_worker.engine.tokens.requests import check_memory
 from batchkv_worker.engine.tokens.sampling import FewTokens
 from batchkv_worker.engine.tokens.text_limits import RowRefused, refusals
 from batchkv_worker.events import Event, Work
-from batchkv_worker.faults import is_at_once, is_device_fault, is_out_of_memory
+from batchkv_worker.faults import graver, is_at_once, is_device_fault, is_out_of_memory
 from batchkv_worker.kv.backends.launching import choose as choose_launches
 from batchkv_worker.kv.start.backend import choose_backend
 from batchkv_worker.kv.start.decision import Fixed
@@ -229,8 +229,7 @@ class Engine:
             try:
                 if not is_out_of_memory(fault) and not is_device_fault(fault):
                     raise
-                self._launches.settle()
-                self._recover(fault)
+                self._recover(graver(fault, self._launches.settle()))
             except (RuntimeError, MemoryError):
                 self.client.drop_unsent()
                 raise

@@ -85,6 +85,10 @@ def test_small_layers_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
         own.follow(output, part // 8)
     assert [id(one) for one in started] == [id(outputs[place]) for place in (0, 4, 8)]
     assert [num_bytes for _, num_bytes in own._started] == [part, 4 * part, 4 * part][-2:]
+    own.begin()  # a chunk, whose first layer must not wait for others
+    for output in outputs[:4]:
+        own.follow(output, part // 8)
+    assert [id(one) for one in started[3:]] == [id(outputs[0])]
 
 
 def test_the_host_runs_on_while_little_is_under_way() -> None:

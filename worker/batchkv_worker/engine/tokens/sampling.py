@@ -219,8 +219,8 @@ class FewTokens:
         return self._kernel(logits, draw.given)
 
     def _first(self, kernel: DrawKernel, logits: mx.array, draw: _Draw) -> mx.array:
-        self._is_checked = True
         self._before_computing()
+        self._is_checked = True
         wanted = _draw_of_few(logits, draw)
         are_others = mx.array([not one.is_of_few for one in draw.filters])
         try:

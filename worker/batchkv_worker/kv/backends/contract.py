@@ -48,6 +48,9 @@ class Softmax(Protocol):
 class Pacing(Protocol):
     """How far the host runs ahead of the device while one group of prompts is computed."""
 
+    def begin(self) -> None:
+        """A chunk begins; all that was built before is started."""
+
     def follow(self, output: mx.array, num_dense: int) -> None:
         """The attention of the next layer gives ``output``, from so many dense numbers."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -32,8 +31,8 @@ class Launches(Protocol):
     def join(self) -> None:
         """Wait until all is launched. Raises what MLX raised meanwhile, once."""
 
-    def settle(self) -> None:
-        """The same after a fault: what MLX raised meanwhile is a part of it."""
+    def settle(self) -> Exception | None:
+        """The same after a fault. Returns what MLX raised meanwhile."""
 
     def close(self) -> None: ...
 
@@ -48,7 +47,7 @@ class AtOnce:
         """All is launched."""
 
     def settle(self) -> None:
-        """All is launched."""
+        """All is launched, and nothing was raised."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -79,12 +78,18 @@ class Beside:
         self._is_done.acquire()
         self._is_busy = False
         fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
+        try:
+            if fault is not None:
+                raise fault
+        finally:
+            del fault  # whose traceback has this frame, and those with the step's arrays
 
-    def settle(self) -> None:
-        with suppress(RuntimeError, MemoryError):
+    def settle(self) -> Exception | None:
+        try:
             self.join()
+        except Exception as fault:  # noqa: BLE001 - the caller decides
+            return fault
+        return None
 
     def close(self) -> None:
         self.settle()
@@ -113,7 +118,7 @@ def choose(*, is_beside: bool) -> Launches:
         launches.start(mx.zeros((1,)) + 1)
         launches.join()
     except RuntimeError as fault:
-        log.debug("steps are launched by the engine's thread: %s", fault)
+        log.info("steps are launched by the engine's thread: %s", fault)
         launches.close()
         return AtOnce()
     return launches

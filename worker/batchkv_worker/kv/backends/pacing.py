@@ -19,6 +19,9 @@ BYTES_AT_ONCE = 48 * 2**20  # of layers that are started together
 class Unpaced:
     """For devices that keep the host from running far ahead by themselves."""
 
+    def begin(self) -> None:
+        """Does nothing."""
+
     def follow(self, output: mx.array, num_dense: int) -> None:
         """Does nothing."""
 
@@ -29,15 +32,19 @@ UNPACED = Unpaced()
 class LayersAhead:
     """Starts layers while later ones are built. Waits for earlier ones if too much is under way.
 
-    The first layer starts at once, so that the device has work. Then small ones start together:
-    each start costs the host as much as many kernels. ``STARTS_AHEAD`` of them keep the device busy
-    while the host waits. Of a small chunk there are more, since the host also builds while the
-    device still computes a decode step.
+    A chunk's first layer starts at once, so that the device has work. Then small ones start
+    together: each start costs the host as much as many kernels. ``STARTS_AHEAD`` of them keep the
+    device busy while the host waits. Of a small chunk there are more, since the host also builds
+    while the device still computes a decode step.
     """
 
     def __init__(self) -> None:
         self._started: deque[tuple[mx.array, int]] = deque()
         self._num_bytes = self._num_held = 0
+        self._is_first = True
+
+    def begin(self) -> None:
+        self._num_held, self._is_first = 0, True
 
     def follow(self, output: mx.array, num_dense: int) -> None:
         """Start ``output``, the result of the attention of the next layer, or soon.
@@ -45,8 +52,9 @@ class LayersAhead:
         ``num_dense``: numbers of the dense copies that it reads.
         """
         self._num_held += output.nbytes + num_dense * output.dtype.size
-        if self._started and self._num_held < BYTES_AT_ONCE:
+        if not self._is_first and self._num_held < BYTES_AT_ONCE:
             return
+        self._is_first = False
         mx.async_eval(output)
         self._started.append((output, self._num_held))
         self._num_bytes += self._num_held

@@ -79,7 +79,7 @@ class ChunkKernel:
             for tensor in (layout.keys, layout.values):
                 outputs.append(((rows, kv_heads, columns, tensor.size), layout.dtype))
         inputs: list[Input] = [keys, values, *(part for one in prefix or () for part in one)]
-        key = is_dense, prefix is not None
+        key = is_dense, prefix is not None, kv_heads
         run = self.runs.get(key)
         if run is None:
             body = chunk_body(dense=is_dense, behind=prefix is not None)

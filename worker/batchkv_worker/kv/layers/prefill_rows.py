@@ -23,13 +23,14 @@ class PrefillRows:
         self.kinds = kinds
         self.capacity = capacity
         self.layers: list[PrefillLayer] = [kind.prefill(capacity, chunk_tokens) for kind in kinds]
-        pacing = backend.pacing()
+        self._pacing = backend.pacing()
         for layer in self.layers:
             if isinstance(layer, AttentionPrefill):
-                layer.pacing = pacing
+                layer.pacing = self._pacing
 
     def begin(self, chunk: Chunk) -> None:
         """Prepare all layers for the chunk that the model computes next."""
+        self._pacing.begin()
         for layer in self.layers:
             layer.begin(chunk)
 

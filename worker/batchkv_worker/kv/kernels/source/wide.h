@@ -18,14 +18,16 @@ FN uint32_t two_of(float low, float high) {
 template <typename T>
 FN Two read_two(const GLOBAL T* from, int64_t step) {
   Two found;
-  if (sizeof(T) == 2 && READS_WIDE && step == 1 && IS_ALIGNED(from, 4)) {
-    const uint32_t word = READ(uint32_t, from);
-    found.low = LOWER(T, word);
-    found.high = UPPER(T, word);
-  } else {
-    found.low = float(from[0]);
-    found.high = float(from[step]);
+  if constexpr (sizeof(T) == 2 && READS_WIDE) {
+    if (step == 1 && IS_ALIGNED(from, 4)) {
+      const uint32_t word = READ(uint32_t, from);
+      found.low = LOWER(T, word);
+      found.high = UPPER(T, word);
+      return found;
+    }
   }
+  found.low = float(from[0]);
+  found.high = float(from[step]);
   return found;
 }
 
