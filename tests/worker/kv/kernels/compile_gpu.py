@@ -89,9 +89,11 @@ def runs_of(case: Case, *, matrices: bool) -> list[Made]:
     turn = Turn(case.key_size, case.key_size // 4, False, (1e-6, 1e-5))
     what = weights, mx.zeros((case.key_size // 4,)), mx.zeros((2,), mx.int32)
     RotaryKernel(launch)(turn, heads, heads[:, :, :2], *what)
+    of_chunk = mx.zeros((2, 3, 32, case.key_size), case.dtype)
+    RotaryKernel(launch)(turn, of_chunk, of_chunk[:, :, :8], *what)
     x = mx.zeros((2, 1, 2560), case.dtype)
     ResidualKernel(launch)(x, x, x[0, 0], 1e-6)
-    return list({run[0].name: run for run in launch.runs}.values())
+    return list({(run[0].name, run[2]): run for run in launch.runs}.values())
 
 
 def _run_chunks(launch: Recorded, case: Case) -> None:
