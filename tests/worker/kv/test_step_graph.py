@@ -46,7 +46,7 @@ ASKED = {
     ("generic", "shared"): (18314, 34, 25),
     ("rounded", "equal"): (10200, 30, 18),
     ("rounded", "mixed"): (10840, 42, 18),
-    ("rounded", "shared"): (12237, 34, 33),
+    ("rounded", "shared"): (12115, 34, 27),
 }
 
 
