@@ -71,7 +71,7 @@ def test_a_stream_has_what_a_body_has(redis_server: RedisServer, tmp_path: Path)
     with (
         workers(worker),
         running_gateway(redis_server.url, tmp_path / "home") as gateway,
-        gateway.client(max_retries=0) as client,
+        gateway.client(max_retries=5) as client,
     ):
         base = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "seed": 7}
         base["max_tokens"] = 40
