@@ -23,6 +23,7 @@ from batchkv_producer.server.memory_limit import limit_in
 from batchkv_producer.service.spec import SERVER_LABELS
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.backends import device, host_memory, sysctl
+from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.memory_budget import (
     GIB,
     LEAST_BYTES,
@@ -33,6 +34,7 @@ from batchkv_worker.kv.backends.memory_budget import (
     plan_memory,
     pool_limit,
 )
+from batchkv_worker.kv.backends.metal.backend import MetalBackend
 from batchkv_worker.kv.layers.discover import AttentionShape, CacheTree
 from batchkv_worker.kv.schemes.packing import LayerShape
 from batchkv_worker.kv.start.kv_memory import choose_memory, dense_share
@@ -278,6 +280,19 @@ def test_mlx_keeps_its_own_limits_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(mx, name, lambda _, name=name: pytest.fail(name))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     device.prepare_device(wired_limit=True)
+
+
+@pytest.mark.parametrize(("kind", "num_shared"), [("cuda", 1), ("metal", 0), ("cpu", 0)])
+def test_cuda_lets_another_thread_launch_steps(
+    kind: str, num_shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream is made for that before anything is computed."""
+    shared: list[int] = []
+    monkeypatch.setattr(device, "kind", lambda: kind)
+    monkeypatch.setattr(device, "share_stream", lambda: shared.append(1))
+    device.prepare_device(wired_limit=False)
+    assert len(shared) == num_shared
+    assert CudaBackend().launches_beside and not MetalBackend().launches_beside
 
 
 def test_the_facts_of_a_cpu_are_half_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -124,8 +123,8 @@ def choose(*, is_beside: bool) -> Launches:
     return launches
 
 
-def share_stream(make: Callable[[mx.Device], Any] | None = None) -> None:
+def share_stream() -> None:
     """Make the calling thread's default stream one that any thread may use, if MLX has such."""
-    make = make or getattr(mx, "new_thread_unsafe_stream", None)
+    make = getattr(mx, "new_thread_unsafe_stream", None)
     if make is not None:
         mx.set_default_stream(make(mx.default_device()))

@@ -61,7 +61,7 @@ class KvPlan:
     def slots(
         self, num_slots: int, before_computing: Callable[[], None] = lambda: None
     ) -> DecodeSlots:
-        """Decode slots for so many rows, empty. ``before_computing``: as they take it."""
+        """Decode slots for so many rows, empty. ``before_computing``: see ``DecodeSlots``."""
         what = self.backend, self.kinds, self.tree, num_slots, self.shapes
         return DecodeSlots(*what, replays=self.replays, before_computing=before_computing)
 

@@ -27,7 +27,7 @@ using namespace metal;
 #define ADD_ONE(counter) \
   atomic_fetch_add_explicit((LOCAL atomic_uint*)(counter), 1u, memory_order_relaxed)
 #define AS_ON_GPU 1
-// The language has no portable way to tell whether an array begins at a word.
+// Numbers are read one by one: no Metal compiler has tried for us where an array begins.
 #define READS_WIDE 0
 #define IS_ALIGNED(pointer, bytes) false
 #define GIVEN_BACK(T, scale, code, bias) ((scale) * static_cast<T>(code) + (bias))
