@@ -243,6 +243,15 @@ def test_a_recall_takes_rows_that_are_not_begun() -> None:
     assert event.job_id == "a" and len(answers(event)) == 4
 
 
+def test_a_row_that_was_begun_and_waits_again_is_not_recalled() -> None:
+    running = engine(slots=1)
+    for job_id in ("a", "b"):
+        running.submit_row(row(job_id, 40), 1)
+    begun = running._scheduler.waiting[0]
+    begun.num_failures = 1
+    assert running.recall(["a", "b"], 9) == ["b"]
+
+
 def test_one_choice_that_fails_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row has one error with its code; its other choices end, other rows go on."""
     take = outputs.take

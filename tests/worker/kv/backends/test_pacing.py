@@ -22,6 +22,7 @@ from batchkv_worker.kv.backends.pacing import (
 )
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.attention_slots import AttentionSlots
+from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
@@ -49,6 +50,15 @@ class Paced(GenericBackend):
         return LayersAhead()
 
 
+class Noting(LayersAhead):
+    """Counts chunks."""
+
+    num_chunks = 0
+
+    def begin(self) -> None:
+        self.num_chunks += 1
+
+
 def test_all_layers_of_a_group_go_at_one_pace() -> None:
     """Layers that keep keys and values share it; another group has its own."""
     kinds = [attention_kind("affine8"), state_kind(), attention_kind("float")]
@@ -57,6 +67,10 @@ def test_all_layers_of_a_group_go_at_one_pace() -> None:
         for rows in [PrefillRows(Paced(), kinds, 10, 10) for _ in range(2)]
     )
     assert len(first) == len(second) == 1 and first != second
+    begun = PrefillRows(Paced(), kinds, 10, 10)
+    begun._pacing = Noting()
+    begun.begin(Chunk(0, 10))
+    assert begun._pacing.num_chunks == 1
     assert isinstance(CudaBackend().pacing(), LayersAhead)
     assert GenericBackend().pacing() is UNPACED
 

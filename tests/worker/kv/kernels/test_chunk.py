@@ -197,6 +197,15 @@ def test_heads_share_threadgroups(
             assert mx.array_equal(one[:, :, :3], other) and not one[:, :, 3:].any()
 
 
+def test_one_kernel_serves_layers_with_other_heads(folder: Path) -> None:
+    case = Case("affine8", "affine8", mx.float16, 64, 64, 1, 0, False, 1, 1)
+    kernel = made(case, folder)
+    for kv_heads in (3, 4):
+        both = [mx.random.normal((1, kv_heads, 2, 64)).astype(mx.float16) for _ in range(2)]
+        wanted = case.scheme.keys.pack(both[0]), case.scheme.values.pack(both[1])
+        assert same(kernel.pack(*both), wanted)
+
+
 def test_other_schemes_have_no_such_kernel(tmp_path: Path) -> None:
     """Floats, turbo and small floats are packed by MLX."""
     for name in ("float", "turbo4", "mxfp8", "nvfp4"):
