@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from batchkv_worker.engine.schedule import scheduler as scheduler_module
 from batchkv_worker.engine.schedule.admission import FEWEST_OUTPUTS, Budget, OutputLengths
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
 from batchkv_worker.kv.slots.changes import Demand
@@ -169,6 +171,49 @@ def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
         assert not len(play.scheduler._uses) and not play.layouts.main.slots
         num_preempted += play.num_preempted
     assert (num_preempted > 2) == is_optimistic
+
+
+def one_by_one(rows: list[Sequence], fits: Callable[[list[Sequence]], bool]) -> list[Sequence]:
+    """What ``as_many_as_fit`` must return: the rows before the first that does not fit."""
+    num = next((num for num in range(1, len(rows) + 1) if not fits(rows[:num])), len(rows) + 1)
+    return rows[: num - 1]
+
+
+def groups_of(seed: int, *, is_optimistic: bool) -> list[list[str]]:
+    """The rows of all groups of one play, in their order."""
+    rng = random.Random(seed)
+    play = Play(rng, rng.choice(COSTS), is_optimistic)
+    for _ in range(FEWEST_OUTPUTS):
+        play.scheduler.output_lengths.add(rng.choice([1, 20]))
+    for number in range(rng.randrange(20, 60)):
+        play.add(number)
+    found = list[list[str]]()
+    while not play.scheduler.is_idle:
+        play.step()
+        if group := play.scheduler.group:
+            found.append([row.job_id for row in group.rows])
+    return found
+
+
+@pytest.mark.parametrize("is_optimistic", [True, False])
+def test_groups_are_those_of_rows_admitted_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, *, is_optimistic: bool
+) -> None:
+    """A row more never takes less memory, so that few questions give the same groups."""
+    num_cut = 0  # groups that memory made smaller
+
+    def counted(rows: list[Sequence], fits: Callable[[list[Sequence]], bool]) -> list[Sequence]:
+        nonlocal num_cut
+        found = one_by_one(rows, fits)
+        num_cut += 0 < len(found) < len(rows)
+        return found
+
+    for seed in range(5):
+        groups = groups_of(seed, is_optimistic=is_optimistic)
+        monkeypatch.setattr(scheduler_module, "as_many_as_fit", counted)
+        assert groups_of(seed, is_optimistic=is_optimistic) == groups, seed
+        monkeypatch.undo()
+    assert num_cut > 5
 
 
 def test_what_most_answers_take() -> None:

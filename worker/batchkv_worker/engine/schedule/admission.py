@@ -68,11 +68,15 @@ class Budget:
     chunk_steps: float = 0.0
 
     def prefill_bytes(self, demands: Items[Demand]) -> int:
-        """Bytes of a group in prefill: every row is as wide as the longest."""
-        length = round_up(max((demand.length for demand in demands), default=0), self.shape_step)
+        """Bytes of these rows as a group in prefill."""
+        length = max((demand.length for demand in demands), default=0)
         shared = min((demand.shared for demand in demands), default=0)
+        return self.group_bytes(len(demands), length, shared)
+
+    def group_bytes(self, num_rows: int, length: int, shared: int) -> int:
+        """Bytes of a group in prefill: every row takes the ``length`` of the longest."""
         margin = self.chunk_tokens + BLOCK_TOKENS
-        return len(demands) * self.costs.prefill(length, shared, margin)
+        return num_rows * self.costs.prefill(round_up(length, self.shape_step), shared, margin)
 
     def shrunk_to(self, memory_bytes: int) -> Budget:
         """The same with less memory."""

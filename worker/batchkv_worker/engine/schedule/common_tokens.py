@@ -65,10 +65,26 @@ class Leaders:
     """
 
     def __init__(self, room: int, chunk_tokens: int, uses: Callable[[bytes], int]) -> None:
-        self._room = room
+        self._room, self._chunk_tokens = room, chunk_tokens
         self._pass_tokens = chunk_tokens // PASS_SHARE
         self._uses = uses
         self._keys: set[bytes] = set()
+
+    def choose(self, rows: Rows[Sequence], cached: int) -> list[Sequence]:
+        """The rows of one chunk, in their order: all have ``cached`` tokens and need not wait."""
+        chosen: list[Sequence] = []
+        width = 0
+        for row in rows:
+            widest = max(width, row.num_prefill - cached)
+            is_too_wide = bool(chosen) and (len(chosen) + 1) * widest > self._chunk_tokens
+            if is_too_wide or self.precede(row):
+                continue
+            if len(chosen) == self._room:
+                break
+            chosen.append(row)
+            width = widest
+            self.add(row)
+        return chosen
 
     def add(self, row: Sequence) -> None:
         """A row is chosen."""

@@ -67,7 +67,9 @@ class Memory:
         if group is None:
             return self._aside_bytes
         new = self._layouts.bytes_of_new(self.budget.costs, group.shared_prefix)
-        return self.budget.prefill_bytes(group.demands) + new + self._aside_bytes
+        shared = group.num_shared_blocks * BLOCK_TOKENS
+        own = self.budget.group_bytes(len(group.rows), group.width, shared)
+        return own + new + self._aside_bytes
 
     # -- which rows fit
 

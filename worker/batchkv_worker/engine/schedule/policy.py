@@ -6,7 +6,8 @@ its decode steps, each as long however many slots are free, and of its chunks of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from math import sqrt
 
@@ -65,6 +66,19 @@ def most_alike(rows: Rows[Sequence], left: float) -> list[Sequence]:
         return abs(row.num_prefill - first.num_prefill) - EARLIER * max(0.0, urgency(row, left))
 
     return [first, *sorted(others, key=pads)]
+
+
+def as_many_as_fit(rows: list[Sequence], fits: Callable[[list[Sequence]], bool]) -> list[Sequence]:
+    """The first of these rows, as many as fit together. A row more must never take less memory.
+
+    So mostly one question is enough. ``fits`` of the first row alone may make room for others.
+    """
+    if not rows or fits(rows):
+        return rows
+    if not fits(rows[:1]):
+        return rows[:0]
+    more = range(2, len(rows) + 1)
+    return rows[: 1 + bisect_left(more, True, key=lambda count: not fits(rows[:count]))]
 
 
 def free_slots(num_slots: int, chunk_steps: float, answer_tokens: float, rows_in_chunk: int) -> int:

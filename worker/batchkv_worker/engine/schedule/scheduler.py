@@ -12,6 +12,7 @@ from batchkv_worker.engine.schedule.admission import Budget, OutputLengths
 from batchkv_worker.engine.schedule.common_tokens import Leaders, start_together
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.policy import (
+    as_many_as_fit,
     free_slots,
     in_turn,
     most_alike,
@@ -278,22 +279,15 @@ class Scheduler:
         window = start_together(window, free, chunk) if window else []
         cached = window[0].num_cached if window else 0
         leaders = Leaders(free, chunk, self._uses.remaining)
-        rows: list[Sequence] = []
-        width = 0
-        for row in window:
-            widest = max(width, row.num_prefill - cached)
-            if leaders.precede(row) or (rows and (len(rows) + 1) * widest > chunk):
-                continue
-            if len(rows) == free or not self._fits_memory([*rows, row], points):
-                break
-            rows.append(row)
-            width = widest
-            leaders.add(row)
+        rows = as_many_as_fit(
+            leaders.choose(window, cached), lambda some: self._fits_memory(some, points)
+        )
         self._is_short = is_live and not rows
         if not rows:
             return None
         chosen = set(map(id, rows))
-        self._waiting = deque(row for row in self._waiting if id(row) not in chosen)
+        looked_at = [self._waiting.popleft() for _ in range(min(LOOKAHEAD, self.num_waiting))]
+        self._waiting.extendleft(row for row in reversed(looked_at) if id(row) not in chosen)
         for row in rows:
             row.start_prefill(self._stops(row) if self._state_blocks else frozenset())
             self._discount(row)
