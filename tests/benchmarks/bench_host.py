@@ -58,6 +58,7 @@ from batchkv_worker.kv.backends.cuda.backend import CudaBackend  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_linear import FuseLinears  # noqa: E402
 from batchkv_worker.kv.backends.gpu.fused_rotary import FuseRotary  # noqa: E402
 from batchkv_worker.kv.backends.gpu.residual_blocks import FuseResiduals  # noqa: E402
+from batchkv_worker.kv.backends.launching import Launches  # noqa: E402
 from batchkv_worker.kv.backends.pacing import UNPACED  # noqa: E402
 from batchkv_worker.kv.kernels.body import Body  # noqa: E402
 from batchkv_worker.kv.kernels.chunk import ChunkKernel  # noqa: E402
@@ -115,7 +116,7 @@ class HostBackend(CudaBackend):
         rotary = FuseRotary(heads, _launch_rotary, takes_chunks=True)
         return FuseLinears(projections, rows), rotary, FuseResiduals(_launch_residual, True, True)
 
-    def pacing(self) -> Pacing:
+    def pacing(self, launches: Launches) -> Pacing:
         return UNPACED
 
     def chunk_kernels(self, scheme: LayerScheme, dtype: mx.Dtype) -> ChunkKernels | None:

@@ -88,7 +88,7 @@ def chunk_sizes(
     """The sizes that are measured where the device fails at these, after so many calls of each."""
     calls: Counter[int] = Counter()
 
-    def compute(_loaded: object, _plan: object, size: int) -> None:
+    def compute(_loaded: object, _plan: object, size: int, _launches: object) -> None:
         calls[size] += 1
         if calls[size] > after and size in faults:
             faults.remove(size)

@@ -6,22 +6,25 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.engine import chunk_size
 from batchkv_worker.engine import engine as engines
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.tokens.sampling import FewTokens, sample
 from batchkv_worker.events import Completed
 from batchkv_worker.faults import graver
-from batchkv_worker.kv.backends import launching
+from batchkv_worker.kv.backends import launching, pacing
+from batchkv_worker.kv.backends.contract import Pacing
 from batchkv_worker.kv.backends.generic import GenericBackend
-from batchkv_worker.kv.backends.launching import AtOnce, Beside, choose, share_stream
+from batchkv_worker.kv.backends.launching import AtOnce, Beside, Launches, choose, share_stream
 from batchkv_worker.kv.backends.measurements import Measurements
+from batchkv_worker.kv.backends.pacing import LayersAhead
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
@@ -32,7 +35,20 @@ from worker.kv.crowd import model_of, random_prompt
 from worker.prefix import engines_on_store as stores
 
 SECONDS = 60.0  # that a thread may take
-GPU = GenericBackend(replays_steps=True, launches_beside=True)
+
+
+@dataclass(frozen=True, eq=False)
+class LikeCuda(GenericBackend):
+    """A backend whose layers of chunks, too, are launched beside the building of others."""
+
+    replays_steps: bool = True
+    launches_beside: bool = True
+
+    def pacing(self, launches: Launches) -> Pacing:
+        return LayersAhead(launches)
+
+
+GPU = LikeCuda()
 
 
 def beside_others(run: Callable[[], Any]) -> Any:
@@ -224,10 +240,11 @@ class Held:
     def __init__(self, real: Callable[..., None]) -> None:
         self._real = real
         self._given: tuple[Any, ...] = ()
-        self.num_built = 0  # graphs that were built between a start and its join
+        self.num_single = 0  # launches of one array: layers of chunks
 
     def start(self, *arrays: Any) -> None:
         assert not self._given
+        self.num_single += len(arrays) == 1
         self._given = arrays
         Held.open.append(self)
 
@@ -341,8 +358,30 @@ def test_nothing_is_computed_while_a_step_is_launched(
     held: list[Held], wanted: dict[str, list[int]]
 ) -> None:
     """Whatever a step has to do besides: rows that come and leave, buffers that grow."""
-    assert drained(engine(is_beside=True)) == wanted
+    running = engine(is_beside=True)
+    assert drained(running) == wanted
     assert len(held) == 1
+    assert held[0].num_single == running._prefill._num_chunks > len(rows()) / 4
+
+
+def test_nothing_is_computed_while_layers_of_a_chunk_are_launched(
+    held: list[Held], wanted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself, and the host waits for the one before."""
+    monkeypatch.setattr(pacing, "BYTES_AT_ONCE", 0)
+    monkeypatch.setattr(pacing, "BYTES_AHEAD", 0)
+    monkeypatch.setattr(pacing, "STARTS_AHEAD", 1)
+    running = engine(is_beside=True)
+    assert drained(running) == wanted
+    num_layers = len(running.plan.kinds)
+    assert held[0].num_single == running._prefill._num_chunks * num_layers and num_layers > 1
+
+
+def test_sizes_of_chunks_are_measured_with_the_thread(held: list[Held]) -> None:
+    """As they are computed later."""
+    running = engine(is_beside=True, chunk_tokens=None)
+    assert held[0].num_single > len(chunk_size.SIZES)
+    running.close()
 
 
 def test_memory_that_is_short_makes_rows_leave_and_come_back(held: list[Held]) -> None:
@@ -428,11 +467,11 @@ def test_the_first_draw_of_the_kernel_is_compared_after_the_launch() -> None:
     assert joined == [1]
 
 
-@pytest.mark.parametrize("at", [{3}, {9, 10}, {25}])
-def test_memory_that_runs_out_while_a_step_is_launched(
+@pytest.mark.parametrize("at", [{1}, {3}, {9, 10}, {25}])
+def test_memory_that_runs_out_during_a_launch(
     at: set[int], wanted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are computed again, token for token."""
+    """Rows are computed again, token for token. The first launch is of a chunk's first layer."""
     made = [0]
 
     class Failing:
@@ -442,8 +481,9 @@ def test_memory_that_runs_out_while_a_step_is_launched(
             return getattr(mx, name)
 
         def async_eval(self, *arrays: Any) -> None:
-            made[0] += 1
+            made[0] += threading.current_thread().name == "batchkv-launch"
             if made[0] - 1 in at:  # the first call is that of ``choose``
+                at.remove(made[0] - 1)
                 raise ASKED
             mx.async_eval(*arrays)
 
@@ -453,4 +493,5 @@ def test_memory_that_runs_out_while_a_step_is_launched(
         running = engine(is_beside=True)
         return drained(running), running._recovery.num_out_of_memory
 
-    assert beside_others(run) == (wanted, len(at))
+    count = len(at)
+    assert beside_others(run) == (wanted, count) and not at

@@ -24,6 +24,7 @@ from batchkv_worker.kv.backends.gpu import (
     rotary_layers,
 )
 from batchkv_worker.kv.backends.gpu.residual_blocks import num_blocks
+from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.kernels.body import Body
@@ -65,7 +66,7 @@ class Backend(CudaBackend):
     def record_kernels(self, scheme: LayerScheme, lines: int, dtype: mx.Dtype) -> None:
         return None
 
-    def pacing(self) -> Pacing:
+    def pacing(self, launches: Launches) -> Pacing:
         return UNPACED
 
 

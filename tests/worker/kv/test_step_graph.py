@@ -15,6 +15,7 @@ import pytest
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.kv.backends.contract import Backend, Pacing
 from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.pacing import LayersAhead
 from batchkv_worker.sequence import Generation, Sequence
 from benchmarks.workloads import WORKLOADS, build_model
@@ -27,8 +28,8 @@ _PRIMITIVE = re.compile(r'\[label ="')
 class Rounded(GenericBackend):
     """Shapes are rounded and the host is held back, as on CUDA."""
 
-    def pacing(self) -> Pacing:
-        return LayersAhead()
+    def pacing(self, launches: Launches) -> Pacing:
+        return LayersAhead(launches)
 
 
 BACKENDS: dict[str, tuple[Callable[[], Backend], str, Any]] = {

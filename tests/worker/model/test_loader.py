@@ -40,6 +40,18 @@ def test_dtype_can_be_chosen() -> None:
         load("demo", "int3")
 
 
+def test_somebody_gets_the_model_before_its_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its arguments and its dtype, which a cast has changed already."""
+    seen: list[Any] = []
+    real = model._read
+    monkeypatch.setattr(model, "_read", lambda weights: (seen.append("read"), real(weights)))
+    loaded = load("demo", "float16", before_reading=lambda *given: seen.append(given))
+    assert seen == [(loaded.model, mx.float16), "read"] and loaded.dtype == mx.float16
+    assert seen[0][0].args.num_attention_heads == 4
+
+
 def test_defaults_and_sizes_that_make_no_sense_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

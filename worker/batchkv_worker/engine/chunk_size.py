@@ -1,7 +1,8 @@
 """Chooses how many prompt tokens a chunk has, by measuring at start on the device that serves.
 
 Larger chunks are faster up to a point, but rows that decode wait for a chunk or two. So the
-smallest size that is nearly as fast as the fastest is chosen. No token depends on it.
+smallest size that is nearly as fast as the fastest is chosen. No token depends on it. What is
+measured is computing alone, so the time that an engine takes for each chunk besides is added.
 
 The first time that a size is computed, a GPU compiles kernels for it. That may take seconds where
 the size itself takes a twentieth of one. It is not counted as speed; ``START_SECONDS`` bounds it.
@@ -19,6 +20,7 @@ import mlx.core as mx
 
 from batchkv_worker.faults import is_device_fault, is_out_of_memory
 from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.backends.launching import AT_ONCE, Launches
 from batchkv_worker.kv.backends.measurements import Codec
 from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
@@ -69,8 +71,13 @@ MEASURED: Codec[Measured] = Codec(
 )
 
 
-def choose_chunk(loaded: LoadedModel, plan: KvPlan, observe: Callable[[int, float], object]) -> int:
-    """Tokens a chunk for this model on this device.
+def choose_chunk(
+    loaded: LoadedModel,
+    plan: KvPlan,
+    observe: Callable[[int, float], object],
+    launches: Launches = AT_ONCE,
+) -> int:
+    """Tokens a chunk for this model on this device, whose layers ``launches`` starts.
 
     ``observe`` gets the tokens and the seconds of such a chunk, if any was timed.
     """
@@ -78,11 +85,11 @@ def choose_chunk(loaded: LoadedModel, plan: KvPlan, observe: Callable[[int, floa
     if not backend.measures_chunk:
         return backend.usual_chunk
     found = backend.measurements.of(
-        CHUNKS, lambda: measure(loaded, plan, SECONDS, START_SECONDS), MEASURED
+        CHUNKS, lambda: measure(loaded, plan, SECONDS, START_SECONDS, launches), MEASURED
     )
     mx.clear_cache()
     least = least_chunk(loaded.config, memory_bytes())
-    chosen = smallest_fast(found, backend.usual_chunk, least)
+    chosen = smallest_fast(found, backend.usual_chunk, least, backend.chunk_seconds)
     if found.speeds:
         size = min(found.speeds, key=lambda size: abs(size - chosen))
         observe(size, size / found.speeds[size])
@@ -90,7 +97,11 @@ def choose_chunk(loaded: LoadedModel, plan: KvPlan, observe: Callable[[int, floa
 
 
 def measure(
-    loaded: LoadedModel, plan: KvPlan, seconds: float, start_seconds: float = START_SECONDS
+    loaded: LoadedModel,
+    plan: KvPlan,
+    seconds: float,
+    start_seconds: float = START_SECONDS,
+    launches: Launches = AT_ONCE,
 ) -> Measured:
     """The speeds of as many sizes as the two limits allow; that of the first always.
 
@@ -106,10 +117,10 @@ def measure(
         if least and spent + 2 * least[max(least)] > seconds:
             break
         try:
-            _twice_at_most(_compute, loaded, plan, size)  # compiles
+            _twice_at_most(_compute, loaded, plan, size, launches)  # compiles
             if least and time.perf_counter() > end:
                 break
-            least[size] = _twice_at_most(_time, loaded, plan, size)
+            least[size] = _twice_at_most(_time, loaded, plan, size, launches)
         except (RuntimeError, MemoryError) as fault:
             if not (least and _is_too_large(fault)):
                 raise
@@ -121,7 +132,7 @@ def measure(
         for size in least:
             if spent + least[size] > seconds or time.perf_counter() > end:
                 break
-            again = _twice_at_most(_time, loaded, plan, size)
+            again = _twice_at_most(_time, loaded, plan, size, launches)
             spent += again
             least[size] = min(least[size], again)
     return Measured({size: size / took for size, took in least.items()}, is_whole)
@@ -143,13 +154,13 @@ def least_chunk(config: Mapping[str, Any], memory: int) -> int:
     return LEAST_OF_EXPERTS if has_experts and memory >= LARGE_BYTES else 0
 
 
-def smallest_fast(found: Measured, usual: int, least: int = 0) -> int:
-    """The smallest size that is nearly as fast as the fastest.
+def smallest_fast(found: Measured, usual: int, least: int = 0, each: float = 0.0) -> int:
+    """The smallest size that is nearly as fast as the fastest, with ``each`` second a chunk more.
 
     If time was too short to try all sizes, it is not less than ``least``. If the largest size that
     was tried is also the fastest, it is not less than ``usual`` either.
     """
-    speeds = found.speeds
+    speeds = {size: size / (size / speed + each) for size, speed in found.speeds.items()}
     best = max(speeds.values(), default=0.0)
     chosen = min((size for size in speeds if speeds[size] >= NEARLY * best), default=usual)
     is_rising = not found.is_whole and chosen == max(speeds, default=usual)
@@ -157,14 +168,14 @@ def smallest_fast(found: Measured, usual: int, least: int = 0) -> int:
         chosen = max(chosen, usual)
     if not found.is_whole:
         chosen = max(chosen, least)
-    measured = ", ".join(f"{size}: {speed:.0f}" for size, speed in speeds.items())
+    measured = ", ".join(f"{size}: {speed:.0f}" for size, speed in found.speeds.items())
     short = "; time was short for larger ones" if is_rising else ""
     log.info("prompts are computed in chunks of %d tokens (tokens a second: %s%s)",
              chosen, measured or "not measured", short)  # fmt: skip
     return chosen
 
 
-def _twice_at_most(compute: Callable[[LoadedModel, KvPlan, int], Result], *what: Any) -> Result:
+def _twice_at_most(compute: Callable[..., Result], *what: Any) -> Result:
     """Compute once more if the device fails: another program's work may have been the reason."""
     try:
         return compute(*what)
@@ -174,14 +185,14 @@ def _twice_at_most(compute: Callable[[LoadedModel, KvPlan, int], Result], *what:
         return compute(*what)
 
 
-def _time(loaded: LoadedModel, plan: KvPlan, size: int) -> float:
+def _time(loaded: LoadedModel, plan: KvPlan, size: int, launches: Launches) -> float:
     begun = time.perf_counter()
-    _compute(loaded, plan, size)
+    _compute(loaded, plan, size, launches)
     return max(time.perf_counter() - begun, 1e-9)
 
 
-def _compute(loaded: LoadedModel, plan: KvPlan, size: int) -> None:
-    rows = PrefillRows(plan.backend, plan.kinds, size, size)
+def _compute(loaded: LoadedModel, plan: KvPlan, size: int, launches: Launches) -> None:
+    rows = PrefillRows(plan.backend, plan.kinds, size, size, launches)
     rows.begin(Chunk(0, size))
     tokens = mx.arange(size)[None] % min(loaded.vocabulary, size)
     loaded.model(tokens, cache=plan.tree.nested(rows.layers))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchkv_worker.engine.schedule.prefix_split import MAX_PARTS, PrefixCosts
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.launching import Launches
+from batchkv_worker.kv.backends.warm_up import EarlyLaunches
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.settings import Admission
 
@@ -29,9 +32,16 @@ class EngineConfig:
     share: bool = True  # store and attend shared prefixes once, if the model allows it
     backend: Backend | None = None  # None: that of the device that serves
     admission: Admission = "optimistic"
+    early: EarlyLaunches | None = None  # what launches for the first engine; else it makes its own
     audit: float = 0.0  # share of the rows with a cached prefix that are computed again without it
 
     def prefix_costs(self, plan: KvPlan) -> PrefixCosts:
         """Cells that shared prefixes must save under a plan."""
         another = plan.prefix_cells + plan.shapes.group_cost
         return PrefixCosts(plan.prefix_cells, another, self.max_parts)
+
+    def launches(self, plan: KvPlan, make: Callable[..., Launches]) -> Launches:
+        """What launches for an engine of ``plan``: what is there, or what ``make`` makes."""
+        is_beside = plan.backend.launches_beside and plan.replays
+        early = self.early.take(is_wanted=is_beside) if self.early is not None else None
+        return early or make(is_beside=is_beside)

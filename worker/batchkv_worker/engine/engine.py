@@ -84,19 +84,17 @@ class Engine:
             slots=config.slots,
             fixed=Fixed(config.path, config.group_cost, config.prefix_cells),
         )
-        client: PrefixClient = (
-            NoSharedPrefixes() if access is None else StoreClient(access, loaded, plan)
-        )
+        client: PrefixClient = StoreClient(access, loaded, plan) if access else NoSharedPrefixes()
         self.loaded, self.config, self.client = loaded, config, client
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if config.prefix_bytes is None else config.prefix_bytes,
             *(plan.costs, plan.kinds, client.root, client.on_new, plan.backend.shares_partial),
         )
         client.attach(self.prefixes)
-        chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill)
+        self._launches = launches = config.launches(plan, choose_launches)
+        chunk = config.chunk_tokens or choose_chunk(loaded, plan, client.observe_prefill, launches)
         limits = config.memory_bytes - self.prefixes.max_bytes, plan.costs, plan.shapes.step
-        self._launches = choose_launches(is_beside=plan.backend.launches_beside and plan.replays)
-        self._slots = plan.slots(config.slots, join := self._launches.join)
+        self._slots = plan.slots(config.slots, launches.join)
         self._scheduler = Scheduler(
             *(self._slots.layouts, Budget(chunk, *limits, plan.backend.chunk_steps)),
             *(self.prefixes.num_cached, self._is_ready),
@@ -108,9 +106,10 @@ class Engine:
             is_optimistic=config.admission == "optimistic",
             uses=self.prefixes.eviction,
         )
-        self._builder = SharedPrefixBuilder(self._slots, self.prefixes)
+        self._builder, self._is_in_prefill = SharedPrefixBuilder(self._slots, self.prefixes), False
         self._prefill = Prefill(
-            *(loaded.model, plan, self._scheduler, self.prefixes, client, self._builder.build)
+            *(loaded.model, plan, self._scheduler, self.prefixes, client),
+            *(plan.prompts(launches), self._builder.build),
         )
         self._preparing, self._grammars = Preparing(loaded), Grammars(loaded)
         self._decode_rows = DecodeRows(
@@ -121,7 +120,7 @@ class Engine:
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)
         self._relief = Relief(pressure or NoPressure(), self._decode_rows, self.prefixes)
-        self._few_tokens, self._is_in_prefill = FewTokens(plan.backend.draw_kernel(), join), False
+        self._few_tokens = FewTokens(plan.backend.draw_kernel(), launches.join)
         self._in_flight: Step | None = None
         self._upcoming: Step | OpenStep | None = None  # built, and not started as a whole
         self._ends = RowEnds(

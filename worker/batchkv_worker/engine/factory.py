@@ -61,11 +61,10 @@ class _Builder:
     ) -> None:
         log.info(blas_name := blas.load())
         open_files.import_mlx_lm()
-        from batchkv_worker.engine.kept_measurements import open_backend
-        from batchkv_worker.kv.backends.default_slots import slots_of_this_machine
         from batchkv_worker.kv.backends.device import prepare_device
-        from batchkv_worker.kv.start.kv_memory import choose_memory, read_facts
-        from batchkv_worker.model.loader import load
+        from batchkv_worker.kv.backends.warm_up import EarlyLaunches
+        from batchkv_worker.kv.start.backend import choose_backend
+        from batchkv_worker.kv.start.kv_memory import read_facts
         from batchkv_worker.prefix.shared.access import open_access
 
         self._settings = settings
@@ -73,9 +72,28 @@ class _Builder:
         access = open_access(settings)  # first: a fault in the settings costs no loading
         self.access = replace(access, outlives_engine=bool(files)) if access else None
         prepare_device(wired_limit=settings.wired_limit)
-        facts = self._facts = read_facts(settings.cache)  # before the model takes its own
+        self._facts = read_facts(settings.cache)  # before the model takes its own
+        self._early = EarlyLaunches(choose_backend())  # after the default stream was chosen
+        try:
+            self._load(files, blas_name, measures_anew=measures_anew)
+        except BaseException:
+            self._early.close()
+            raise
+
+    def _load(self, files: Sequence[AdapterFiles], blas_name: str, *, measures_anew: bool) -> None:
+        from batchkv_worker.engine.kept_measurements import open_backend
+        from batchkv_worker.kv.backends.default_slots import slots_of_this_machine
+        from batchkv_worker.kv.start.kv_memory import choose_memory
+        from batchkv_worker.model.loader import load
+
+        settings = self._settings
         ENGINE.enter(LOAD)
-        loaded = self.loaded = load(settings.model, settings.dtype, is_careful=True)
+        loaded = self.loaded = load(
+            *(settings.model, settings.dtype),
+            is_careful=True,
+            before_reading=self._early.begin,
+        )
+        self._early.end_warm_up()
         self.adapters: tuple[LoadedAdapter, ...] = ()
         if files:
             from batchkv_worker.model.adapters import load_all
@@ -90,7 +108,7 @@ class _Builder:
         self._backend = open_backend(loaded, scheme, slots, blas_name, is_anew=measures_anew)
         held = loaded.weight_bytes + sum(adapter.num_bytes for adapter in self.adapters)
         self._memory_bytes = choose_memory(
-            *(settings.model, facts, held, loaded.caches, scheme),
+            *(settings.model, self._facts, held, loaded.caches, scheme),
             *(loaded.dtype, settings.memory_bytes),
         )
 
@@ -110,11 +128,15 @@ class _Builder:
             memory_bytes=self._memory_bytes,
             backend=backend,
             admission=settings.admission,
+            early=self._early,
             audit=settings.cache_audit,
         )
         loading.report("measuring the fastest settings")
         ENGINE.enter(MEASURE)
-        engine = Engine(loaded, config, self.access, watch(self._facts.kind))
+        try:
+            engine = Engine(loaded, config, self.access, watch(self._facts.kind))
+        finally:
+            self._early.close()  # if the engine has not taken it
         if self._has_built:  # with another adapter, nothing below changes
             return engine
         self._has_built = True

@@ -39,15 +39,17 @@ class Prefill:
         scheduler: Scheduler,
         prefixes: PrefixCache,
         client: PrefixClient,
+        make_rows: Callable[[int, int], PrefillRows],
         build: Callable[[list[bytes], SplitPoints], SharedPrefix | None],
     ) -> None:
+        """``make_rows``: for prompts and chunks of up to so many tokens. ``build``: prefixes."""
         self._model = model
         self._plan = plan
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._chunk_tokens = scheduler.budget.chunk_tokens  # of the group in _rows
         self._client = client
-        self._build = build
+        self._make_rows, self._build = make_rows, build
         self._num_chunks = 0
         self.num_computed = 0  # tokens of prompts, since the engine was built
         self.seconds_per_token = 0.0  # of computing prompts, a moving average; 0 before the first
@@ -80,11 +82,8 @@ class Prefill:
             self._parked = self._prefixes.parked(group.rows[0].parked)
             self._build_shared_prefix(group)
         elif group.width and self._rows is None and self._parked is None:
-            plan = self._plan
             self._chunk_tokens = self._scheduler.budget.chunk_tokens
-            self._rows = PrefillRows(
-                *(plan.backend, plan.kinds, self._width(group), self._chunk_tokens)
-            )
+            self._rows = self._make_rows(self._width(group), self._chunk_tokens)
             self._build_shared_prefix(group)
             self._prefixes.fill(group.rows, self._rows, self.shared_prefix)
         if not group.is_computed:

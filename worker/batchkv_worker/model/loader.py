@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,18 @@ def dtype_class(dtype: mx.Dtype) -> str:
     return "float32" if dtype == mx.float32 else "half"
 
 
-def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedModel:
+def load(
+    name: str,
+    dtype: str = "auto",
+    *,
+    is_careful: bool = False,
+    before_reading: Callable[[Any, mx.Dtype], None] | None = None,
+) -> LoadedModel:
     """Load ``name``; raises ModelError with the reason if it cannot be served.
 
     ``dtype`` "auto" is float32 on a CPU, where half precision is slow, else the weights' own.
     ``is_careful``: another process first tries the tokenizer and the chat template (``trial``).
+    ``before_reading`` gets the model and its dtype before its weights are read.
     """
     loading.report("loading")
     path = _find(name)
@@ -104,6 +112,9 @@ def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedM
         _cast(model, dtype)
         model.eval()
         weights = [array for _, array in tree_flatten(model.parameters())]
+        kind = _float_dtype(weights)
+        if before_reading is not None:
+            before_reading(model, kind)
         _read(weights)
     except ModelError:
         raise
@@ -113,7 +124,6 @@ def load(name: str, dtype: str = "auto", *, is_careful: bool = False) -> LoadedM
         raise ModelError(f"model {name!r} cannot be loaded from {path}: {_first(fault)}") from fault
     if _fingerprint(path) != before:
         raise ModelChangedError(f"the files of model {name!r} changed while they were loaded")
-    kind = _float_dtype(weights)
     return LoadedModel(
         name=name,
         model=model,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.launch import Input
@@ -53,6 +54,9 @@ class Pacing(Protocol):
 
     def follow(self, output: mx.array, num_dense: int) -> None:
         """The attention of the next layer gives ``output``, from so many dense numbers."""
+
+    def end(self) -> None:
+        """All layers of the chunk are built. What was started is launched after this."""
 
 
 class DrawKernel(Protocol):
@@ -227,6 +231,10 @@ class Backend(Protocol):
         """What any chunk of prompts costs besides its tokens, in decode steps."""
 
     @property
+    def chunk_seconds(self) -> float:
+        """The host's time for any chunk besides computing it: it chooses and inserts rows."""
+
+    @property
     def measures_chunk(self) -> bool:
         """Whether the size of chunks makes enough of a difference to measure it."""
 
@@ -268,8 +276,8 @@ class Backend(Protocol):
         those of a column's keys.
         """
 
-    def pacing(self) -> Pacing:
-        """For one group of prompts, shared by all of its layers."""
+    def pacing(self, launches: Launches) -> Pacing:
+        """For one group of prompts, shared by all of its layers, which ``launches`` starts."""
 
     def begin_step(self, offsets: mx.array) -> None:
         """A decode step begins; its tokens have the positions ``offsets`` (int32, ``[rows]``)."""

@@ -16,6 +16,7 @@ from batchkv_worker.kv.backends.contract import (
     RecordKernels,
     Softmax,
 )
+from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.backends.softmax import MLX_SOFTMAX
@@ -47,6 +48,7 @@ class GenericBackend:
     usual_chunk: int = 1024
     largest_chunk: int = 2048
     chunk_steps: float = 0.0
+    chunk_seconds: float = 0.0
     measures_chunk: bool = True
     measurements: Measurements = field(default_factory=Measurements, repr=False)
 
@@ -77,7 +79,7 @@ class GenericBackend:
     def padded_chunk(self, rows: int, length: int, columns: int, numbers: int) -> tuple[int, int]:
         return rows, 0
 
-    def pacing(self) -> Pacing:
+    def pacing(self, launches: Launches) -> Pacing:
         return UNPACED
 
     def begin_step(self, offsets: mx.array) -> None:

@@ -7,12 +7,17 @@ builds the graph of the next one.
 MLX computes a stream's work for one thread at a time. So the engine's thread calls ``join`` before
 anything that MLX computes for it; what only builds graphs needs no such call. A model whose graphs
 can be traced builds them without computing; others are launched by the engine's thread.
+
+Until its first launch, the thread may compute something else (``warm_up``): on a stream of its own,
+because the shared one serves the engine's thread meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -52,17 +57,31 @@ class AtOnce:
         """Nothing is held."""
 
 
+AT_ONCE = AtOnce()
+
+
 class Beside:
     """By a thread of its own. The default stream must be one that any thread may use."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._given: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._given: SimpleQueue[tuple[Any, ...] | Callable[[], None] | None] = SimpleQueue()
         self._is_begun, self._is_done = threading.Semaphore(0), threading.Semaphore(0)
         self._is_busy = False
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="batchkv-launch", daemon=True)
         self._thread.start()
+
+    def warm_up(self, works: Sequence[Callable[[], None]]) -> None:
+        """Do ``works`` in turn. The first launch, or the end, waits only for the one at hand.
+
+        What they raise is dropped, and ends them.
+        """
+        self._given.put(partial(self._do_meanwhile, works))
+
+    def end_warm_up(self) -> None:
+        """Do no more of ``works``, but for the one at hand. Nothing waits for it."""
+        self._given.put(_nothing)
 
     def start(self, *arrays: Any) -> None:
         assert not self._is_busy, "the step before was not joined"
@@ -98,6 +117,9 @@ class Beside:
     def _serve(self) -> None:
         mx.set_default_stream(self._stream)
         while (given := self._given.get()) is not None:
+            if callable(given):
+                given()
+                continue
             self._is_begun.release()
             try:
                 mx.async_eval(*given)
@@ -107,19 +129,38 @@ class Beside:
             del given
             self._is_done.release()
 
+    def _do_meanwhile(self, works: Sequence[Callable[[], None]]) -> None:
+        num_done = 0
+        try:
+            mx.set_default_stream(mx.new_stream(self._stream.device))
+            for work in works:
+                if not self._given.empty():
+                    break
+                work()
+                num_done += 1
+        except Exception as fault:  # noqa: BLE001 - the thread lives on, and launches
+            log.debug("the thread that launches begins without all plans: %s", fault)
+        finally:
+            mx.set_default_stream(self._stream)
+        log.debug("the thread that launches has done %d of %d works", num_done, len(works))
+
+
+def _nothing() -> None:
+    """Stands in the queue for work that comes soon."""
+
 
 def choose(*, is_beside: bool) -> Launches:
     """``is_beside``: by a thread of its own, if MLX lets it compute for this one."""
     if not is_beside:
-        return AtOnce()
+        return AT_ONCE
     launches = Beside(mx.default_stream(mx.default_device()))
     try:
         launches.start(mx.zeros((1,)) + 1)
         launches.join()
-    except RuntimeError as fault:
+    except (RuntimeError, MemoryError, ValueError) as fault:
         log.info("steps are launched by the engine's thread: %s", fault)
         launches.close()
-        return AtOnce()
+        return AT_ONCE
     return launches
 
 

@@ -1,5 +1,7 @@
 """How far the host may run ahead of the device while prompts are computed.
 
+Layers are launched while later ones are built, where possible by another thread (``launching``).
+
 Dense copies of packed keys and values are freed when the device is done with them, not when the
 host has queued their use. CUDA accepts whole chunks of a long prompt before it has computed the
 first layer, and the copies of many layers would then be in memory together.
@@ -11,8 +13,10 @@ from collections import deque
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends.launching import Launches
+
 STARTS_AHEAD = 2  # whose dense copies may exist at once, however large they are
-BYTES_AHEAD = 64 * 2**20  # of dense copies and results of layers that are not waited for
+BYTES_AHEAD = 160 * 2**20  # of dense copies and results of layers that are not waited for
 BYTES_AT_ONCE = 48 * 2**20  # of layers that are started together
 
 
@@ -23,6 +27,9 @@ class Unpaced:
         """Does nothing."""
 
     def follow(self, output: mx.array, num_dense: int) -> None:
+        """Does nothing."""
+
+    def end(self) -> None:
         """Does nothing."""
 
 
@@ -38,7 +45,9 @@ class LayersAhead:
     while the device still computes a decode step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launches: Launches) -> None:
+        """``launches``: starts layers, and is joined before anything else is computed."""
+        self._launches = launches
         self._started: deque[tuple[mx.array, int]] = deque()
         self._num_bytes = self._num_held = 0
         self._is_first = True
@@ -55,11 +64,15 @@ class LayersAhead:
         if not self._is_first and self._num_held < BYTES_AT_ONCE:
             return
         self._is_first = False
-        mx.async_eval(output)
-        self._started.append((output, self._num_held))
-        self._num_bytes += self._num_held
-        self._num_held = 0
-        while len(self._started) > STARTS_AHEAD and self._num_bytes > BYTES_AHEAD:
+        self._launches.join()
+        while len(self._started) >= STARTS_AHEAD and self._num_bytes + self._num_held > BYTES_AHEAD:
             first, num_bytes = self._started.popleft()
             self._num_bytes -= num_bytes
             mx.eval(first)
+        self._launches.start(output)
+        self._started.append((output, self._num_held))
+        self._num_bytes += self._num_held
+        self._num_held = 0
+
+    def end(self) -> None:
+        self._launches.join()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.launching import AT_ONCE, Launches
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
 from batchkv_worker.kv.layers.contract import Chunk, LayerKind, PrefillLayer
 from batchkv_worker.kv.layers.state import StatePrefill
@@ -17,13 +18,22 @@ class PrefillRows:
     """One ``PrefillLayer`` for each leaf of the model's caches."""
 
     def __init__(
-        self, backend: Backend, kinds: Sequence[LayerKind], capacity: int, chunk_tokens: int
+        self,
+        backend: Backend,
+        kinds: Sequence[LayerKind],
+        capacity: int,
+        chunk_tokens: int,
+        launches: Launches = AT_ONCE,
     ) -> None:
-        """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``."""
+        """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``.
+
+        ``launches`` starts layers of a chunk while the next ones are built, where a backend wants
+        that. Between ``begin`` and ``end`` nothing else may be computed.
+        """
         self.kinds = kinds
         self.capacity = capacity
         self.layers: list[PrefillLayer] = [kind.prefill(capacity, chunk_tokens) for kind in kinds]
-        self._pacing = backend.pacing()
+        self._pacing = backend.pacing(launches)
         for layer in self.layers:
             if isinstance(layer, AttentionPrefill):
                 layer.pacing = self._pacing
@@ -36,6 +46,7 @@ class PrefillRows:
 
     def end(self) -> None:
         """End the chunk in all layers, after its graph is built."""
+        self._pacing.end()
         for layer in self.layers:
             layer.end()
 

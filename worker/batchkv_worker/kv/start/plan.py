@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from batchkv_worker.kv.attention.paths import Path
 from batchkv_worker.kv.backends.contract import Backend, Undo
+from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.measurements import YES_OR_NO
 from batchkv_worker.kv.backends.rebind import restore
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.layers.kinds import AttentionKind
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.layers.slot_costs import costs_of
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.slots.layouts import Costs
@@ -64,6 +67,10 @@ class KvPlan:
         """Decode slots for so many rows, empty. ``before_computing``: see ``DecodeSlots``."""
         what = self.backend, self.kinds, self.tree, num_slots, self.shapes
         return DecodeSlots(*what, replays=self.replays, before_computing=before_computing)
+
+    def prompts(self, launches: Launches) -> Callable[[int, int], PrefillRows]:
+        """Makes groups of prompts of up to so many tokens, in chunks of up to so many."""
+        return partial(PrefillRows, self.backend, self.kinds, launches=launches)
 
     @property
     def schemes(self) -> tuple[LayerScheme, ...]:

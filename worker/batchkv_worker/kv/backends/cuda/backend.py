@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import Pacing, RecordKernels
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
+from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.pacing import LayersAhead
 from batchkv_worker.kv.kernels.compiled_launch import launch_for
 from batchkv_worker.kv.kernels.draw import DrawKernel
@@ -33,6 +34,7 @@ class CudaBackend(GpuBackend):
     shares_partial: bool = False  # chunks of more rows took longer on an H100
     usual_chunk: int = 2048
     largest_chunk: int = 4096  # a slow host may launch 2,048 later than an H100 ends them
+    chunk_seconds: float = 0.01  # measured with an H100
     chunk_steps: float = 2.0  # the host starts twice as many kernels for one as for a step
 
     def attention(
@@ -68,8 +70,8 @@ class CudaBackend(GpuBackend):
         is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
         return (padded, more) if padded > rows and is_small else (rows, 0)
 
-    def pacing(self) -> Pacing:
-        return LayersAhead()
+    def pacing(self, launches: Launches) -> Pacing:
+        return LayersAhead(launches)
 
     def launch(self) -> Launch:
         return launch_for(self.measurements.home)
