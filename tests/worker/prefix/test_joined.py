@@ -5,8 +5,16 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from batchkv_cache_store.blocks.block import Kind
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.bundle import PIECES_TOGETHER, Bundle, Joined
+from batchkv_worker.prefix.memory import PrefixCache
+from batchkv_worker.sequence import Generation
+from batchkv_worker.sequence import Sequence as Row
+from worker.kv.reference import BACKEND, append_chunk, attention_kind
 
 LAYERS = PIECES_TOGETHER + 3
 
@@ -35,8 +43,36 @@ def test_each_layer_gets_its_own_numbers(small: int | None) -> None:
     """Rows with blocks in common, with the same blocks, and with others; layers of two shapes."""
     a, b, c = (block(seed, small=small) for seed in range(3))
     for rows in ([[a, b], [a, c], [a, b]], [[a, b], [a, b]], [[c, b]], [[a], [b]]):
-        joined = Joined(rows)
-        for layer in range(LAYERS):
-            found = joined.layer(layer)
-            for one, other in zip(found, wanted(rows, layer), strict=True):
-                assert mx.array_equal(one, other)
+        for joined in (Joined(rows), Joined(rows, 1), Joined(rows, None)):
+            for layer in range(LAYERS):
+                found = joined.layer(layer)
+                for one, other in zip(found, wanted(rows, layer), strict=True):
+                    assert mx.array_equal(one, other)
+
+
+def test_all_layers_of_a_shared_prefix_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device copies the blocks of each joint by itself, and starting that takes the host long."""
+    kinds = [attention_kind("affine8") for _ in range(LAYERS)]
+    cache = PrefixCache(2**30, Costs(1, {}, 0), kinds, shares_partial=False)
+    prompt = [1 + 7 * token % 50 for token in range(3 * BLOCK_TOKENS + 9)]
+    row = Row("a", prompt, Generation(1))
+    cache.name(row)
+    prefill = PrefillRows(BACKEND, kinds, len(prompt), len(prompt))
+    append_chunk(prefill, [prompt], 0, len(prompt))
+    cache.publish([row], prefill, 0, len(prompt))
+    real, joints = mx.concatenate, []
+
+    def noting(arrays: list[mx.array], axis: int = 0) -> mx.array:
+        joints.append(axis)
+        return real(arrays, axis=axis)
+
+    monkeypatch.setattr(mx, "concatenate", noting)
+    pieces = cache.prefix_pieces(row.block_keys[1:3])
+    assert pieces is not None and len(pieces) == LAYERS
+    assert len(joints) == len(cache._blocks[row.block_keys[1]].parts[Kind.KV].arrays) < 6
+    for index, layer in enumerate(prefill.layers):
+        for one, other in zip(
+            pieces[index], layer.row(0, 3 * BLOCK_TOKENS, BLOCK_TOKENS), strict=True
+        ):
+            assert mx.array_equal(one, other)
+    assert cache.prefix_pieces([*row.block_keys[1:3], b"another"]) is None

@@ -21,7 +21,7 @@ class Bundle:
     """
 
     def __init__(self, layers: Sequence[Pieces | None]) -> None:
-        alike: dict[tuple[tuple[int, ...], mx.Dtype], list[mx.array]] = {}
+        alike: dict[tuple[tuple[int, ...], mx.Dtype], tuple[int, list[mx.array]]] = {}
         self._places: list[list[tuple[int, int]] | None] = []
         for pieces in layers:
             if pieces is None:
@@ -29,14 +29,14 @@ class Bundle:
                 continue
             places = []
             for array in pieces:
-                stack = alike.setdefault((tuple(array.shape), array.dtype), [])
-                places.append((list(alike).index((tuple(array.shape), array.dtype)), len(stack)))
+                number, stack = alike.setdefault((array.shape, array.dtype), (len(alike), []))
+                places.append((number, len(stack)))
                 stack.append(array)
             self._places.append(places)
         # A single array is a view of a larger one, and stacking it alone would copy nothing.
         self.arrays = [
             mx.stack(stack) if len(stack) > 1 else mx.contiguous(stack[0])[None]
-            for stack in alike.values()
+            for _, stack in alike.values()
         ]
 
     def layer(self, index: int) -> Pieces | None:
@@ -84,29 +84,36 @@ class HeldBlock:
 
 
 class Joined:
-    """The pieces of rows, each of a chain of blocks, joined for a few layers at once.
+    """The pieces of rows, each of a chain of blocks, joined for several layers at once.
 
-    To join them layer by layer takes the host longer than the device. All layers at once would be
-    in memory together. Rows that have the same blocks are joined once.
+    To join them layer by layer takes the host longer than the device. Rows that have the same
+    blocks are joined once.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Bundle]]) -> None:
-        """The blocks of each row, of equal number and alike."""
-        self._rows = rows
+    def __init__(
+        self, rows: Sequence[Sequence[Bundle]], together: int | None = PIECES_TOGETHER
+    ) -> None:
+        """The blocks of each row, of equal number and alike.
+
+        ``together``: pieces of one shape that are joined at once, and in memory together; None: of
+        all layers.
+        """
+        self._rows, self._together = rows, together
         self._last: dict[int, tuple[int, mx.array]] = {}  # by array; layers are asked in order
 
     def layer(self, index: int) -> Pieces:
         """The pieces ``[rows, ...]`` of one layer, block after block along the tokens."""
         found = []
         for array, number in self._rows[0][0].place(index):
-            group, inside = divmod(number, PIECES_TOGETHER)
+            group, inside = divmod(number, self._together) if self._together else (0, number)
             if self._last.get(array, (-1,))[0] != group:
                 self._last[array] = group, self._join(array, group)
             found.append(self._last[array][1][inside])
         return tuple(found)
 
     def _join(self, array: int, group: int) -> mx.array:
-        some = slice(group * PIECES_TOGETHER, (group + 1) * PIECES_TOGETHER)
+        together = self._together
+        some = slice(group * together, (group + 1) * together) if together else slice(None)
         lines: dict[tuple[int, ...], mx.array] = {}
         order = []
         for blocks in self._rows:

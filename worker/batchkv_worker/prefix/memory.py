@@ -30,7 +30,7 @@ from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
-from batchkv_worker.prefix.block_layout import BlockLayout
+from batchkv_worker.prefix.block_layout import BlockLayout, RowCuts
 from batchkv_worker.prefix.bundle import (
     EMPTY_BYTES,
     Bundle,
@@ -141,6 +141,8 @@ class PrefixCache:
             self.forget(row.parked)
             row.unpark()
         depth = self.depth_of(row)
+        if not row.partial_keys:
+            return depth * BLOCK_TOKENS
         return depth * BLOCK_TOKENS + self._partial.longest(within(row.partial_keys, depth))
 
     def depth_of(self, row: Sequence) -> int:
@@ -167,9 +169,10 @@ class PrefixCache:
         """The blocks of a chain as one, of each layer that keeps every token; None if one lacks."""
         if not self.has_pieces(keys):
             return None
-        blocks = [self._blocks[key] for key in keys]
+        # A shared prefix keeps all its layers, so they may be parts of a few large arrays.
+        together = Joined([[self._blocks[key].parts[Kind.KV] for key in keys]], None)
         return {
-            index: assemble([block_pieces(block, Kind.KV, index) for block in blocks], -2)
+            index: together.layer(index)
             for index, kind in enumerate(self._kinds)
             if kind.window is None and not kind.has_state
         }
@@ -251,9 +254,12 @@ class PrefixCache:
         """
         for index, row in enumerate(rows):
             keys = row.block_keys[: end // BLOCK_TOKENS]
+            cuts = RowCuts(self.block_layout, prefill, index, start // BLOCK_TOKENS)
             for number in reversed(range(start // BLOCK_TOKENS, len(keys))):
-                known = self._parts(keys[number]) or {}
-                parts = self._computed(row, prefill, index, number, end, known)
+                parts = self._computed(cuts, keys, number)
+                # States exist where a chunk ended, if the row had tokens up to there.
+                if (number + 1) * BLOCK_TOKENS == end and end in row.state_stops:
+                    parts |= self._state(prefill, index, keys[number])
                 if parts or keys[number] not in self._blocks:
                     self._insert(keys[number], parts, row.is_converted)
                     self._note_partial(keys[number], within(row.partial_keys, number))
@@ -285,14 +291,13 @@ class PrefixCache:
         is_new = bool(wanted) and self._partial.source(wanted[-1]) is None
         if not is_new or not start < high <= end:
             return
-        parts = self._cut(prefill, index, low, high, self.block_layout.kinds)
+        parts = RowCuts(self.block_layout, prefill, index, number).tokens(low, high)
         self._insert(wanted[-1], parts, row.is_converted)
         self._note_partial(wanted[-1], wanted)
 
     def _note_partial(self, key: bytes, keys: Items[bytes]) -> None:
         """A block begins with these partial blocks, if it has every layer that keeps tokens."""
-        kinds = {*self.block_layout.kinds} - {Kind.STATE}
-        if kinds <= {*(self._parts(key) or ())}:
+        if keys and not self._lacking(key):
             self._partial.add(key, keys)
 
     def adopt(
@@ -344,35 +349,25 @@ class PrefixCache:
     def _touch(self, keys: Items[bytes]) -> None:
         self.eviction.touch([key for key in keys if key in self._blocks])
 
-    def _computed(
-        self,
-        row: Sequence,
-        prefill: PrefillRows,
-        index: int,
-        number: int,
-        end: int,
-        known: Mapping[Kind, Bundle],
-    ) -> dict[Kind, Bundle]:
-        """Parts of a block that the chunk up to ``end`` has completed and that are not known."""
-        low = number * BLOCK_TOKENS
-        wanted = [kind for kind in self.block_layout.kinds if kind not in known]
-        parts = self._cut(prefill, index, low, low + BLOCK_TOKENS, wanted)
-        # States exist where a chunk ended, if the row had tokens up to there.
-        if Kind.STATE in wanted and low + BLOCK_TOKENS == end and end in row.state_stops:
-            parts[Kind.STATE] = self.block_layout.part(Kind.STATE, prefill.states(index))
-            mx.async_eval(parts[Kind.STATE].arrays)
-        return parts
+    def _computed(self, cuts: RowCuts, keys: Items[bytes], number: int) -> dict[Kind, Bundle]:
+        """Parts of a block that are not known and, but for states, that its row has computed."""
+        kinds = self._lacking(keys[number])
+        if not kinds:
+            return {}
+        return cuts.block(number, kinds, lambda other: self._lacking(keys[other]) == kinds)
 
-    def _cut(
-        self, prefill: PrefillRows, index: int, low: int, high: int, kinds: Items[Kind]
-    ) -> dict[Kind, Bundle]:
-        """A row's tokens [low, high), of these kinds of layers if they keep tokens."""
-        kinds = [kind for kind in kinds if kind is not Kind.STATE]
-        pieces = prefill.block(index, low, high) if kinds else []
-        parts = {kind: self.block_layout.part(kind, pieces) for kind in kinds}
-        # Evaluated now: an unevaluated slice would keep the whole group's buffers alive.
-        mx.async_eval([part.arrays for part in parts.values()])
-        return parts
+    def _lacking(self, key: bytes) -> list[Kind]:
+        """The kinds of layers that keep tokens, of which no part of the block is here."""
+        known = self._parts(key) or ()
+        return [kind for kind in self.block_layout.token_kinds if kind not in known]
+
+    def _state(self, prefill: PrefillRows, index: int, key: bytes) -> dict[Kind, Bundle]:
+        """A row's states as they are now, unless those of this block are known."""
+        if not self.block_layout.has_state or Kind.STATE in (self._parts(key) or ()):
+            return {}
+        part = self.block_layout.part(Kind.STATE, prefill.states(index))
+        mx.async_eval(part.arrays)
+        return {Kind.STATE: part}
 
     def _insert(self, key: bytes, parts: Mapping[Kind, Bundle], is_converted: bool) -> None:
         self.version += 1

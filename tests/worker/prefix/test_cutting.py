@@ -1,0 +1,149 @@
+"""Blocks of one row are cut together, and are the same as if each were cut alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+
+from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.kv.layers.contract import LayerKind
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.kv.slots.layouts import Costs
+from batchkv_worker.prefix import block_layout
+from batchkv_worker.prefix.block_layout import BlockLayout, RowCuts
+from batchkv_worker.prefix.bundle import Bundle
+from batchkv_worker.prefix.memory import PrefixCache
+from batchkv_worker.sequence import Generation
+from batchkv_worker.sequence import Sequence as Row
+from worker.kv.reference import BACKEND, VOCABULARY, append_chunk, attention_kind, state_kind
+
+LENGTH = 1500  # five full blocks
+LAYERS: dict[str, list[LayerKind]] = {
+    "full": [attention_kind("affine8"), attention_kind("float"), attention_kind("affine8")],
+    "one": [attention_kind("float")],
+    "windows": [attention_kind("affine8"), attention_kind("affine8", 300)],
+    "states": [attention_kind("affine4"), state_kind()],
+}
+
+
+def memory(kinds: Sequence[LayerKind], num_blocks: int) -> PrefixCache:
+    """Has room for so many blocks, to the byte if every layer keeps all tokens."""
+    per_token = sum(kind.bytes_per_token for kind in kinds)
+    per_row = sum(kind.bytes_per_row for kind in kinds)
+    num_bytes = num_blocks * per_token * BLOCK_TOKENS + per_row
+    return PrefixCache(num_bytes, Costs(per_token, {}, per_row), kinds, shares_partial=False)
+
+
+def publish(cache: PrefixCache, prompts: list[list[int]], widths: Sequence[int]) -> None:
+    """Compute these prompts in chunks of such widths; store their blocks."""
+    rows = [Row(str(number), prompt, Generation(1)) for number, prompt in enumerate(prompts)]
+    for row in rows:
+        cache.name(row)
+        row.state_stops = frozenset({512, 1024})
+    prefill = PrefillRows(BACKEND, cache._kinds, max(map(len, prompts)), max(widths))
+    start = 0
+    for width in widths:
+        append_chunk(prefill, prompts, start, width)
+        cache.publish(rows, prefill, start, start + width)
+        start += width
+
+
+def content(cache: PrefixCache) -> list[tuple[bytes, list[tuple[str, list[mx.array]]]]]:
+    """All blocks in the order in which they would be evicted, with their arrays."""
+    found = []
+    while len(cache.eviction._unwanted) + len(cache.eviction._wanted):
+        key = cache.eviction.pop()
+        parts = cache._blocks[key].parts
+        found.append((key, [(str(kind), part.arrays) for kind, part in parts.items()]))
+    assert len(found) == len(cache)
+    return found
+
+
+def assert_equal(one: PrefixCache, other: PrefixCache) -> None:
+    assert one.num_bytes == other.num_bytes and len(one)
+    for (key, parts), (key_2, parts_2) in zip(content(one), content(other), strict=True):
+        assert key == key_2 and [kind for kind, _ in parts] == [kind for kind, _ in parts_2]
+        for (_, arrays), (_, arrays_2) in zip(parts, parts_2, strict=True):
+            for array, array_2 in zip(arrays, arrays_2, strict=True):
+                assert array.shape == array_2.shape and array.dtype == array_2.dtype
+                assert mx.array_equal(array, array_2)
+
+
+def drawn(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1, VOCABULARY) for _ in range(length)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_blocks_cut_together_are_those_cut_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in chunks that end within blocks too, and evicted in the same order."""
+    rng = random.Random(5)
+    prompts = [drawn(rng, LENGTH), drawn(rng, LENGTH - 400)]
+    for widths in ([LENGTH], [512, LENGTH - 512], [700, 324, LENGTH - 1024]):
+        caches = []
+        for together in (block_layout.MOST_TOGETHER, 1):
+            monkeypatch.setattr(block_layout, "MOST_TOGETHER", together)
+            caches.append(memory(LAYERS[name], 20))
+            publish(caches[-1], prompts, widths)
+            monkeypatch.undo()
+        assert_equal(*caches)
+
+
+def test_blocks_that_are_evicted_meanwhile_are_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full memory has the same blocks as if each were cut when its turn comes."""
+    for seed in range(6):
+        caches = []
+        for together in (block_layout.MOST_TOGETHER, 1):
+            monkeypatch.setattr(block_layout, "MOST_TOGETHER", together)
+            rng = random.Random(seed)
+            cache = memory(LAYERS["full"], 6)
+            common = drawn(rng, 1100)
+            for _ in range(5):
+                prompt = common[: rng.randrange(1100)] + drawn(rng, 1100)
+                publish(cache, [prompt[: rng.choice([600, 1100, LENGTH])]], [600])
+                publish(cache, [prompt[:1100]], [1100])
+            caches.append(cache)
+            monkeypatch.undo()
+        assert_equal(*caches)
+
+
+def test_few_arrays_are_cut_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five blocks are cut in two turns, and one that is here in none."""
+    turns = list[tuple[int, int]]()
+    block = PrefillRows.block
+
+    def noted(rows: PrefillRows, index: int, start: int, end: int) -> object:
+        turns.append((start, end))
+        return block(rows, index, start, end)
+
+    monkeypatch.setattr(PrefillRows, "block", noted)
+    prompt = drawn(random.Random(1), LENGTH)
+    cache = memory(LAYERS["full"], 20)
+    publish(cache, [prompt], [LENGTH])
+    assert turns == [(256, 1280), (0, 256)]
+    publish(cache, [prompt], [LENGTH])
+    assert len(turns) == 2
+    cache.forget(cache.keys(prompt, None)[2])
+    publish(cache, [prompt], [LENGTH])
+    assert turns[2:] == [(512, 768)]
+
+
+def test_a_block_keeps_no_other_in_memory() -> None:
+    """What was cut together is freed one by one."""
+    kinds = LAYERS["full"]
+    prompt = drawn(random.Random(2), LENGTH)
+    prefill = PrefillRows(BACKEND, kinds, LENGTH, LENGTH)
+    append_chunk(prefill, [prompt], 0, LENGTH)
+    layout = BlockLayout(kinds)
+    before = mx.get_active_memory()
+    cuts = RowCuts(layout, prefill, 0, 0)
+    parts: list[Bundle] = []
+    for number in reversed(range(4)):
+        parts += cuts.block(number, layout.token_kinds, lambda other: True).values()
+    mx.eval([part.arrays for part in parts])
+    del parts[1:]
+    assert mx.get_active_memory() - before < 1.5 * parts[0].nbytes
