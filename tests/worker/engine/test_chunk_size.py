@@ -90,6 +90,15 @@ def test_fewer_chunks_cost_the_host_less(each: float, chosen: int) -> None:
     assert found.speeds == speeds
 
 
+def test_what_the_host_does_for_a_chunk_counts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 2,048 and of 4,096 tokens are computed as fast; larger ones are fewer."""
+    seconds = {256: 0.014, 512: 0.0145, 1024: 0.0175, 2048: 0.0295, 4096: 0.059}
+    device = SlowCompiler(seconds, compiling=0.1)
+    assert chosen_on(monkeypatch, device) == 4096
+    monkeypatch.setattr(GpuBackend, "largest_chunk", 4096)
+    assert chosen_on(monkeypatch, SlowCompiler(seconds, compiling=0.1), is_cuda=False) == 2048
+
+
 @pytest.mark.parametrize(
     ("config", "memory", "least"),
     [

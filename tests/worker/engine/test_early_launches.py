@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.engine import chunk_size, factory, kept_measurements
 from batchkv_worker.engine import engine as engines
-from batchkv_worker.engine import factory, kept_measurements
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.backends import timing, warm_up
@@ -93,6 +93,13 @@ class Quick(GenericBackend):
     replays_steps: bool = True
     launches_beside: bool = True
     measures_chunk: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Measuring(Quick):
+    """Measures them."""
+
+    measures_chunk: bool = True
 
 
 class Seen:
@@ -187,7 +194,7 @@ def test_other_devices_start_as_ever(
     assert seen.events == ["read"]
 
 
-@pytest.mark.parametrize("place", ["reading", "the memory", "the engine"])
+@pytest.mark.parametrize("place", ["reading", "the memory", "the engine", "the sizes of chunks"])
 def test_a_start_that_fails_ends_the_thread(
     place: str, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +208,9 @@ def test_a_start_that_fails_ends_the_thread(
         monkeypatch.setattr("batchkv_worker.kv.start.kv_memory.choose_memory", fail)
     if place == "the engine":
         monkeypatch.setattr(engines, "make_plan", fail)
+    if place == "the sizes of chunks":  # the engine has taken the thread then
+        serve_by(monkeypatch, Measuring)
+        monkeypatch.setattr(chunk_size, "measure", fail)
 
     def run() -> None:
         with pytest.raises(ModelError):

@@ -26,6 +26,7 @@ from batchkv_worker.kv.backends.launching import AtOnce, Beside, Launches, choos
 from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import LayersAhead
 from batchkv_worker.kv.layers.decode import DecodeSlots
+from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.engine.grammar import guided_rows
@@ -207,15 +208,15 @@ def test_the_own_thread_launches_where_streams_are_not_shared() -> None:
     assert isinstance(found[0], AtOnce) and not threads()
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_model_that_computes_while_it_is_built_is_launched_as_ever(evaluates: bool) -> None:
+@pytest.mark.parametrize("evaluates", ["nothing", "steps", "prompts"])
+def test_a_model_that_computes_while_it_is_built_is_launched_as_ever(evaluates: str) -> None:
     """Such a graph cannot be traced, which a start finds out."""
     model = tiny_models.build("llama")
 
     class Looks(type(model)):  # type: ignore[misc]
         def __call__(self, tokens: mx.array, **named: Any) -> mx.array:
             logits = super().__call__(tokens, **named)
-            if evaluates:
+            if evaluates == ("prompts" if tokens.shape[1] > 1 else "steps"):
                 mx.eval(logits)
             return logits
 
@@ -229,7 +230,7 @@ def test_a_model_that_computes_while_it_is_built_is_launched_as_ever(evaluates: 
         running.close()
         return is_beside
 
-    assert beside_others(run) is not evaluates
+    assert beside_others(run) is (evaluates == "nothing")
 
 
 class Held:
@@ -240,11 +241,13 @@ class Held:
     def __init__(self, real: Callable[..., None]) -> None:
         self._real = real
         self._given: tuple[Any, ...] = ()
-        self.num_single = 0  # launches of one array: layers of chunks
+        self.num_layers = self.num_chunks = 0  # that were launched
 
     def start(self, *arrays: Any) -> None:
         assert not self._given
-        self.num_single += len(arrays) == 1
+        if len(arrays) == 1:  # those of a step are two
+            self.num_chunks += isinstance(arrays[0], list)
+            self.num_layers += isinstance(arrays[0], mx.array)
         self._given = arrays
         Held.open.append(self)
 
@@ -361,7 +364,7 @@ def test_nothing_is_computed_while_a_step_is_launched(
     running = engine(is_beside=True)
     assert drained(running) == wanted
     assert len(held) == 1
-    assert held[0].num_single == running._prefill._num_chunks > len(rows()) / 4
+    assert held[0].num_layers == held[0].num_chunks == running._prefill._num_chunks > 3
 
 
 def test_nothing_is_computed_while_layers_of_a_chunk_are_launched(
@@ -374,13 +377,30 @@ def test_nothing_is_computed_while_layers_of_a_chunk_are_launched(
     running = engine(is_beside=True)
     assert drained(running) == wanted
     num_layers = len(running.plan.kinds)
-    assert held[0].num_single == running._prefill._num_chunks * num_layers and num_layers > 1
+    assert held[0].num_layers == running._prefill._num_chunks * num_layers and num_layers > 1
+
+
+def test_a_size_of_chunks_that_fails_leaves_no_launch_open(
+    held: list[Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out while the model is built. Smaller chunks serve."""
+    end = PrefillRows.end
+
+    def failing_end(self: PrefillRows) -> None:
+        if self.capacity == 1024:
+            raise RuntimeError(str(ASKED))
+        end(self)
+
+    monkeypatch.setattr(PrefillRows, "end", failing_end)
+    running = engine(is_beside=True, chunk_tokens=None)
+    assert not Held.open and running.chunk_tokens < 1024
+    running.close()
 
 
 def test_sizes_of_chunks_are_measured_with_the_thread(held: list[Held]) -> None:
     """As they are computed later."""
     running = engine(is_beside=True, chunk_tokens=None)
-    assert held[0].num_single > len(chunk_size.SIZES)
+    assert held[0].num_layers == held[0].num_chunks > len(chunk_size.SIZES)
     running.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 
@@ -76,6 +77,19 @@ def drawn(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(length)]
 
 
+def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The tokens that are cut from now on, turn by turn."""
+    turns = list[tuple[int, int]]()
+    block = PrefillRows.block
+
+    def noted(rows: PrefillRows, index: int, start: int, end: int) -> object:
+        turns.append((start, end))
+        return block(rows, index, start, end)
+
+    monkeypatch.setattr(PrefillRows, "block", noted)
+    return turns
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_blocks_cut_together_are_those_cut_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -113,14 +127,7 @@ def test_blocks_that_are_evicted_meanwhile_are_cut_again(monkeypatch: pytest.Mon
 
 def test_few_arrays_are_cut_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five blocks are cut in two turns, and one that is here in none."""
-    turns = list[tuple[int, int]]()
-    block = PrefillRows.block
-
-    def noted(rows: PrefillRows, index: int, start: int, end: int) -> object:
-        turns.append((start, end))
-        return block(rows, index, start, end)
-
-    monkeypatch.setattr(PrefillRows, "block", noted)
+    turns = noted_turns(monkeypatch)
     prompt = drawn(random.Random(1), LENGTH)
     cache = memory(LAYERS["full"], 20)
     publish(cache, [prompt], [LENGTH])
@@ -147,3 +154,37 @@ def test_a_block_keeps_no_other_in_memory() -> None:
     mx.eval([part.arrays for part in parts])
     del parts[1:]
     assert mx.get_active_memory() - before < 1.5 * parts[0].nbytes
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_blocks_keep_nothing_of_their_group_in_memory(name: str) -> None:
+    """They are copied when they are stored, so the group is freed before anybody reads them."""
+    rng = random.Random(3)
+    prompts = [drawn(rng, 600), *(drawn(rng, 200) for _ in range(7))]
+    cache = memory(LAYERS[name], 20)
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    publish(cache, prompts, [600])
+    gc.collect()
+    mx.synchronize()
+    assert len(cache) == 2  # of a group with the tokens of more than eighteen
+    assert mx.get_active_memory() - before < 2 * cache.num_bytes
+
+
+@pytest.mark.parametrize("name", ["full", "windows"])
+def test_no_block_below_the_first_is_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks that earlier chunks completed, a layer with a window has dropped the tokens."""
+    prompt = drawn(random.Random(4), LENGTH)
+    prefill = PrefillRows(BACKEND, LAYERS[name], LENGTH, 1000)
+    append_chunk(prefill, [prompt], 0, 1000)
+    append_chunk(prefill, [prompt], 1000, LENGTH - 1000)
+    turns = noted_turns(monkeypatch)
+    layout = BlockLayout(LAYERS[name])
+    cuts = RowCuts(layout, prefill, 0, 3)
+    for number in (4, 3):
+        assert set(cuts.block(number, layout.token_kinds, lambda _: True)) == set(layout.kinds)
+    assert turns == [(768, 1280)]
+    if name == "windows":
+        with pytest.raises(ValueError, match="are not in"):
+            prefill.block(0, 256, 512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -69,6 +70,21 @@ def test_each_row_stores_its_own_end() -> None:
         right = computed.block(index, 0, 128)[0]
         assert bits(stored.layer(0)) == bits(right)
     assert memory.num_cached(first) == memory.num_cached(second) == 128
+
+
+def test_an_end_keeps_nothing_of_its_group_in_memory() -> None:
+    """It is copied when it is stored, so the group is freed before anybody reads it."""
+    memory = memory_of()
+    row, waiting, *others = named(memory, [*behind(150, 20, 21), *behind(170, *[5] * 7, seed=100)])
+    memory.eviction.add(waiting.partial_keys)
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    publish(memory, [row, *others])
+    gc.collect()
+    mx.synchronize()
+    assert len(memory) == 1  # of 128 tokens; the group has eight times 174
+    assert mx.get_active_memory() - before < 2 * memory.num_bytes
 
 
 @pytest.mark.parametrize("end", [128, 140])

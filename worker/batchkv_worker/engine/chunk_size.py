@@ -79,14 +79,19 @@ def choose_chunk(
 ) -> int:
     """Tokens a chunk for this model on this device, whose layers ``launches`` starts.
 
-    ``observe`` gets the tokens and the seconds of such a chunk, if any was timed.
+    A fault ends ``launches``, for there will be no engine. ``observe`` gets the tokens and the
+    seconds of such a chunk, if any was timed.
     """
     backend = plan.backend
     if not backend.measures_chunk:
         return backend.usual_chunk
-    found = backend.measurements.of(
-        CHUNKS, lambda: measure(loaded, plan, SECONDS, START_SECONDS, launches), MEASURED
-    )
+    try:
+        found = backend.measurements.of(
+            CHUNKS, lambda: measure(loaded, plan, SECONDS, START_SECONDS, launches), MEASURED
+        )
+    except BaseException:
+        launches.close()
+        raise
     mx.clear_cache()
     least = least_chunk(loaded.config, memory_bytes())
     chosen = smallest_fast(found, backend.usual_chunk, least, backend.chunk_seconds)
@@ -155,7 +160,7 @@ def least_chunk(config: Mapping[str, Any], memory: int) -> int:
 
 
 def smallest_fast(found: Measured, usual: int, least: int = 0, each: float = 0.0) -> int:
-    """The smallest size that is nearly as fast as the fastest, with ``each`` second a chunk more.
+    """The smallest size that is nearly as fast as the fastest, with ``each`` seconds more a chunk.
 
     If time was too short to try all sizes, it is not less than ``least``. If the largest size that
     was tried is also the fastest, it is not less than ``usual`` either.
@@ -195,6 +200,11 @@ def _compute(loaded: LoadedModel, plan: KvPlan, size: int, launches: Launches) -
     rows = PrefillRows(plan.backend, plan.kinds, size, size, launches)
     rows.begin(Chunk(0, size))
     tokens = mx.arange(size)[None] % min(loaded.vocabulary, size)
-    loaded.model(tokens, cache=plan.tree.nested(rows.layers))
-    rows.end()
+    try:
+        loaded.model(tokens, cache=plan.tree.nested(rows.layers))
+        rows.end()
+        rows.start()
+    except BaseException:
+        launches.settle()
+        raise
     mx.eval(rows.arrays)

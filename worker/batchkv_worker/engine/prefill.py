@@ -160,7 +160,7 @@ class Prefill:
         ]
         self._model(mx.array(tokens), cache=self._plan.tree.nested(self._rows.layers))
         self._rows.end()
-        mx.async_eval(self._rows.arrays)
+        self._rows.start()
         if ENGINE.is_traced:
             self._mark(self._rows.arrays)
         if started is not None:

@@ -9,6 +9,7 @@ import batchkv_worker
 from batchkv_worker.engine.schedule.admission import Budget
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
+from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Generation, Sequence
@@ -35,6 +36,20 @@ def test_a_snapshot_counts_slots_and_the_group_in_prefill() -> None:
     assert held.slots == layouts.main.rows * layouts.main.capacity * 3
     assert (held.prefill, held.allowed) == (2 * 100 * 3, 10_000)
     assert held.total == held.slots + held.prefill
+
+
+def test_a_group_behind_a_shared_prefix_counts_its_own_tokens_and_the_prefix_once() -> None:
+    """As many bytes are in use as its rows were admitted with."""
+    budget = Budget(256, 10_000, Costs(2, extra_per_shared=4, largest=1))
+    memory = Memory(SlotLayouts(4), budget)
+    rows = [Sequence(name, [1] * 601, Generation(5)) for name in "ab"]
+    group = PrefillGroup(rows, split_points=(1, 2))
+    own = budget.prefill_bytes(group.demands)
+    assert memory.snapshot(group).prefill == own == 2 * (600 - 512) * 3
+    group.share(PrefixPart(b"ab", 512, PrefixPart(b"a", 256, None)))
+    assert memory.snapshot(group).prefill == own + 512 * 6
+    memory.set_aside(group)
+    assert memory.snapshot().prefill == own + 512 * 6
 
 
 def test_what_fits_is_what_is_left() -> None:

@@ -20,11 +20,11 @@ from batchkv_worker.kv.backends.contract import Backend
 from batchkv_worker.kv.backends.cpu.backend import CpuBackend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
-from batchkv_worker.kv.backends.launching import AtOnce, Beside, choose, share_stream
+from batchkv_worker.kv.backends.launching import AtOnce, Beside, choose
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
 from batchkv_worker.kv.backends.warm_up import EarlyLaunches, Heads, chunk_shapes, heads_of
+from worker.engine.test_launches import SECONDS, beside_others, threads
 
-SECONDS = 60.0  # that a thread may take
 ARGS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
@@ -35,30 +35,6 @@ class LikeCuda(GenericBackend):
 
 def model(**args: Any) -> Any:
     return SimpleNamespace(args=SimpleNamespace(**args))
-
-
-def on_a_shared_stream(run: Callable[[], Any]) -> Any:
-    """What ``run`` returns, on a thread whose default stream any thread may use."""
-    found: list[Any] = []
-
-    def whole() -> None:
-        share_stream()
-        try:
-            found.append(run())
-        except BaseException as fault:  # noqa: BLE001 - raised again below
-            found.append(fault)
-
-    thread = threading.Thread(target=whole, daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    assert found, "it never ends"
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
-
-
-def launching_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name == "batchkv-launch"]
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -176,20 +152,20 @@ def test_plans_are_made_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) 
             weights = weights @ mx.eye(64)
             mx.eval(weights)
         launches = early.take(is_wanted=True)
-        assert isinstance(launches, Beside) and launching_threads() == ["batchkv-launch"]
+        assert isinstance(launches, Beside) and threads() == ["batchkv-launch"]
         assert early.take(is_wanted=True) is None, "the next engine makes its own"
         early.close()  # which is not the engine's
         found = weights.sum().item(), a_launch(launches), default_stream(), launches._stream
         launches.close()
         return found
 
-    total, launched, shared, given = on_a_shared_stream(run)
+    total, launched, shared, given = beside_others(run)
     assert (total, launched) == (64 * 64, 300) and given == shared
     assert [(name, shape[0], shape[2]) for name, _, shape in seen] == [
         ("batchkv-launch", *one) for one in shapes
     ]
     assert len({str(stream) for _, stream, _ in seen}) == 1 and seen[0][1] != shared
-    assert not launching_threads()
+    assert not threads()
 
 
 class Works:
@@ -233,12 +209,12 @@ def test_a_launch_waits_for_the_work_at_hand_alone(monkeypatch: pytest.MonkeyPat
         launches.close()
         return found
 
-    assert on_a_shared_stream(run) == 300
-    assert works.done == [0] and not launching_threads()
+    assert beside_others(run) == 300
+    assert works.done == [0] and not threads()
 
 
 def test_a_warm_up_ends_without_a_launch() -> None:
-    """Nobody waits for the work at hand, and launches come later."""
+    """The work at hand is waited for, no other is begun, and launches come later."""
     works = Works()
 
     def run() -> None:
@@ -246,14 +222,14 @@ def test_a_warm_up_ends_without_a_launch() -> None:
         assert isinstance(launches, Beside)
         launches.warm_up(works.all)
         assert works.begun.wait(SECONDS)
+        threading.Timer(0.05, works.end.set).start()
         launches.end_warm_up()
-        assert not works.done
-        works.end.set()
+        assert works.done == [0]
         assert a_launch(launches) == a_launch(launches)
         launches.close()
 
-    on_a_shared_stream(run)
-    assert works.done == [0] and not launching_threads()
+    beside_others(run)
+    assert works.done == [0] and not threads()
 
 
 def test_the_end_waits_for_the_work_at_hand_alone() -> None:
@@ -266,9 +242,9 @@ def test_the_end_waits_for_the_work_at_hand_alone() -> None:
         assert works.begun.wait(SECONDS)
         threading.Timer(0.05, works.end.set).start()
         launches.close()
-        assert not launching_threads()
+        assert not threads()
 
-    on_a_shared_stream(run)
+    beside_others(run)
     assert works.done == [0]
 
 
@@ -302,9 +278,9 @@ def test_a_fault_changes_nothing(
         launches.close()
         return found
 
-    assert on_a_shared_stream(run) == 300
+    assert beside_others(run) == 300
     assert works.done == ([0] if place == "a work" else [])
-    assert "begins without all plans" in caplog.text and not launching_threads()
+    assert "begins without all plans" in caplog.text and not threads()
 
 
 def test_a_thread_that_cannot_launch_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,13 +295,13 @@ def test_a_thread_that_cannot_launch_is_not_there(monkeypatch: pytest.MonkeyPatc
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(launching.mx, "async_eval", failing)
                 early.begin(model(**ARGS), mx.bfloat16)
-            assert early.take(is_wanted=True) is None and not launching_threads()
+            assert early.take(is_wanted=True) is None and not threads()
 
-        on_a_shared_stream(run)
+        beside_others(run)
     # Without a shared stream MLX refuses another thread.
     early = EarlyLaunches(LikeCuda())
     early.begin(model(**ARGS), mx.bfloat16)
-    assert early.take(is_wanted=True) is None and not launching_threads()
+    assert early.take(is_wanted=True) is None and not threads()
     assert isinstance(choose(is_beside=True), AtOnce)
 
 
@@ -341,14 +317,14 @@ def test_a_thread_that_no_engine_takes_ends(
     def run() -> None:
         early = EarlyLaunches(LikeCuda())
         early.begin(model(), mx.bfloat16)
-        assert launching_threads()
+        assert threads()
         if is_wanted is None:
             early.close()
         else:
             assert early.take(is_wanted=is_wanted) is None
-        assert not launching_threads()
+        assert not threads()
 
-    on_a_shared_stream(run)
+    beside_others(run)
 
 
 @pytest.mark.parametrize("backend", [CpuBackend(), MetalBackend(), GenericBackend()])
@@ -356,9 +332,9 @@ def test_other_devices_have_no_such_thread(backend: Backend) -> None:
     def run() -> None:
         early = EarlyLaunches(backend)
         early.begin(model(**ARGS), mx.bfloat16)
-        assert not launching_threads() and early.take(is_wanted=True) is None
+        assert not threads() and early.take(is_wanted=True) is None
 
-    on_a_shared_stream(run)
+    beside_others(run)
 
 
 def test_a_model_without_such_arguments_has_no_such_thread() -> None:
@@ -366,6 +342,6 @@ def test_a_model_without_such_arguments_has_no_such_thread() -> None:
         early = EarlyLaunches(LikeCuda())
         early.begin(model(hidden_size=64), mx.bfloat16)
         early.begin(model(**ARGS), mx.float32)
-        assert not launching_threads() and early.take(is_wanted=True) is None
+        assert not threads() and early.take(is_wanted=True) is None
 
-    on_a_shared_stream(run)
+    beside_others(run)

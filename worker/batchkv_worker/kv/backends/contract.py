@@ -55,8 +55,8 @@ class Pacing(Protocol):
     def follow(self, output: mx.array, num_dense: int) -> None:
         """The attention of the next layer gives ``output``, from so many dense numbers."""
 
-    def end(self) -> None:
-        """All layers of the chunk are built. What was started is launched after this."""
+    def start(self, arrays: Sequence[mx.array]) -> None:
+        """Start all that is left: the layers are built, and give ``arrays``. No launch is open."""
 
 
 class DrawKernel(Protocol):

@@ -1,8 +1,8 @@
-"""How decode steps are launched: by the engine's thread, or by a thread beside it.
+"""How steps and chunks are launched: by the engine's thread, or by a thread beside it.
 
 To launch a step, the host prepares each of its kernels. On CUDA this takes most of a step's time,
 and MLX keeps Python free meanwhile. So another thread launches a step, and the engine's thread
-builds the graph of the next one.
+builds the graph of the next one; and so with the layers of a chunk of prompts.
 
 MLX computes a stream's work for one thread at a time. So the engine's thread calls ``join`` before
 anything that MLX computes for it; what only builds graphs needs no such call. A model whose graphs
@@ -60,6 +60,13 @@ class AtOnce:
 AT_ONCE = AtOnce()
 
 
+class Never(AtOnce):
+    """Starts nothing: for graphs that are built and dropped."""
+
+    def start(self, *arrays: Any) -> None:
+        """Nothing is launched."""
+
+
 class Beside:
     """By a thread of its own. The default stream must be one that any thread may use."""
 
@@ -80,8 +87,10 @@ class Beside:
         self._given.put(partial(self._do_meanwhile, works))
 
     def end_warm_up(self) -> None:
-        """Do no more of ``works``, but for the one at hand. Nothing waits for it."""
-        self._given.put(_nothing)
+        """Do no more of ``works``, and wait for the one at hand."""
+        is_over = threading.Event()
+        self._given.put(is_over.set)
+        is_over.wait()
 
     def start(self, *arrays: Any) -> None:
         assert not self._is_busy, "the step before was not joined"
@@ -143,10 +152,6 @@ class Beside:
         finally:
             mx.set_default_stream(self._stream)
         log.debug("the thread that launches has done %d of %d works", num_done, len(works))
-
-
-def _nothing() -> None:
-    """Stands in the queue for work that comes soon."""
 
 
 def choose(*, is_beside: bool) -> Launches:

@@ -10,6 +10,7 @@ first layer, and the copies of many layers would then be in memory together.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -29,8 +30,9 @@ class Unpaced:
     def follow(self, output: mx.array, num_dense: int) -> None:
         """Does nothing."""
 
-    def end(self) -> None:
-        """Does nothing."""
+    def start(self, arrays: Sequence[mx.array]) -> None:
+        """Start the whole chunk."""
+        mx.async_eval(arrays)
 
 
 UNPACED = Unpaced()
@@ -74,5 +76,8 @@ class LayersAhead:
         self._num_bytes += self._num_held
         self._num_held = 0
 
-    def end(self) -> None:
+    def start(self, arrays: Sequence[mx.array]) -> None:
+        """Start what is left. One thread starts all: MLX keeps plans of attention for each."""
+        self._launches.join()
+        self._launches.start(arrays)
         self._launches.join()

@@ -110,7 +110,7 @@ class EarlyLaunches:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._launches: Launches | None = None
+        self._launches: Beside | None = None
 
     def begin(self, model: Any, dtype: mx.Dtype) -> None:
         """Start the thread. The weights of ``dtype`` are read next. This raises nothing."""
@@ -126,8 +126,8 @@ class EarlyLaunches:
             log.debug("nothing is launched before the weights are read: %s", fault)
 
     def end_warm_up(self) -> None:
-        """The weights are there, and choices are measured next: nothing else should compute."""
-        if isinstance(self._launches, Beside):
+        """The weights are there, and choices are measured next: nothing else may compute."""
+        if self._launches is not None:
             self._launches.end_warm_up()
 
     def take(self, *, is_wanted: bool) -> Launches | None:

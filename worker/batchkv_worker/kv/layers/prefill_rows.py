@@ -28,7 +28,7 @@ class PrefillRows:
         """For prompts of up to ``capacity`` tokens in chunks of up to ``chunk_tokens``.
 
         ``launches`` starts layers of a chunk while the next ones are built, where a backend wants
-        that. Between ``begin`` and ``end`` nothing else may be computed.
+        that. Then nothing else may be computed between ``begin`` and ``start``.
         """
         self.kinds = kinds
         self.capacity = capacity
@@ -46,9 +46,12 @@ class PrefillRows:
 
     def end(self) -> None:
         """End the chunk in all layers, after its graph is built."""
-        self._pacing.end()
         for layer in self.layers:
             layer.end()
+
+    def start(self) -> None:
+        """After ``end``: start to compute all that is not started yet."""
+        self._pacing.start(self.arrays)
 
     def row(self, index: int, length: int, prefix_tokens: int = 0) -> list[Pieces]:
         """The pieces that slots need of a row after its ``length`` tokens, with a prefix or not."""
