@@ -10,7 +10,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
-from batchkv_worker.prefix.bundle import PIECES_TOGETHER, Bundle, Joined
+from batchkv_worker.prefix.bundle import ALL_PIECES, PIECES_TOGETHER, Bundle, Joined
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Generation
 from batchkv_worker.sequence import Sequence as Row
@@ -43,7 +43,7 @@ def test_each_layer_gets_its_own_numbers(small: int | None) -> None:
     """Rows with blocks in common, with the same blocks, and with others; layers of two shapes."""
     a, b, c = (block(seed, small=small) for seed in range(3))
     for rows in ([[a, b], [a, c], [a, b]], [[a, b], [a, b]], [[c, b]], [[a], [b]]):
-        for joined in (Joined(rows), Joined(rows, 1), Joined(rows, None)):
+        for joined in (Joined(rows), Joined(rows, 1), Joined(rows, ALL_PIECES)):
             for layer in range(LAYERS):
                 found = joined.layer(layer)
                 for one, other in zip(found, wanted(rows, layer), strict=True):

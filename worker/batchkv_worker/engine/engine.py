@@ -1,7 +1,7 @@
 """The engine: continuous batching over decode slots. ``step`` is schedule, run, finish.
 
-One thread owns it and MLX. ``prepare`` alone may run beside it, and what launches a step on CUDA. A
-step has three parts:
+One thread owns it and MLX. ``prepare`` alone may run beside it, and what launches on CUDA. A step
+has three parts:
 
 (a) compute prompt chunks while slots are free;
 (b) build the graph of the next decode step while the last step still runs;

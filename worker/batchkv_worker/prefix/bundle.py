@@ -11,6 +11,7 @@ from batchkv_cache_store.blocks.block import Kind
 from batchkv_worker.kv.types import Pieces
 
 PIECES_TOGETHER = 12  # of one shape: those of a few layers
+ALL_PIECES = 2**31 - 1  # MLX slices by 32-bit integers
 EMPTY_BYTES = 1024  # counted for a block without arrays (every layer has a state)
 
 
@@ -90,13 +91,10 @@ class Joined:
     blocks are joined once.
     """
 
-    def __init__(
-        self, rows: Sequence[Sequence[Bundle]], together: int | None = PIECES_TOGETHER
-    ) -> None:
+    def __init__(self, rows: Sequence[Sequence[Bundle]], together: int = PIECES_TOGETHER) -> None:
         """The blocks of each row, of equal number and alike.
 
-        ``together``: pieces of one shape that are joined at once, and in memory together; None: of
-        all layers.
+        ``together``: pieces of one shape that are joined at once, and in memory together.
         """
         self._rows, self._together = rows, together
         self._last: dict[int, tuple[int, mx.array]] = {}  # by array; layers are asked in order
@@ -105,15 +103,14 @@ class Joined:
         """The pieces ``[rows, ...]`` of one layer, block after block along the tokens."""
         found = []
         for array, number in self._rows[0][0].place(index):
-            group, inside = divmod(number, self._together) if self._together else (0, number)
+            group, inside = divmod(number, self._together)
             if self._last.get(array, (-1,))[0] != group:
                 self._last[array] = group, self._join(array, group)
             found.append(self._last[array][1][inside])
         return tuple(found)
 
     def _join(self, array: int, group: int) -> mx.array:
-        together = self._together
-        some = slice(group * together, (group + 1) * together) if together else slice(None)
+        some = slice(group * self._together, (group + 1) * self._together)
         lines: dict[tuple[int, ...], mx.array] = {}
         order = []
         for blocks in self._rows:

@@ -32,6 +32,7 @@ from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.block_layout import BlockLayout, RowCuts
 from batchkv_worker.prefix.bundle import (
+    ALL_PIECES,
     EMPTY_BYTES,
     Bundle,
     HeldBlock,
@@ -170,7 +171,7 @@ class PrefixCache:
         if not self.has_pieces(keys):
             return None
         # A shared prefix keeps all its layers, so they may be parts of a few large arrays.
-        together = Joined([[self._blocks[key].parts[Kind.KV] for key in keys]], None)
+        together = Joined([[self._blocks[key].parts[Kind.KV] for key in keys]], ALL_PIECES)
         return {
             index: together.layer(index)
             for index, kind in enumerate(self._kinds)

@@ -183,6 +183,15 @@ class Works:
         self.done.append(number)
 
 
+def warming(works: Works) -> Beside:
+    """A thread that does the first of these works."""
+    launches = choose(is_beside=True)
+    assert isinstance(launches, Beside)
+    launches.warm_up(works.all)
+    assert works.begun.wait(SECONDS)
+    return launches
+
+
 def test_a_launch_waits_for_the_work_at_hand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is computed on the shared stream, and no other work is begun, then or later."""
     streams: list[Any] = []
@@ -195,10 +204,7 @@ def test_a_launch_waits_for_the_work_at_hand_alone(monkeypatch: pytest.MonkeyPat
     works = Works()
 
     def run() -> float:
-        launches = choose(is_beside=True)
-        assert isinstance(launches, Beside)
-        launches.warm_up(works.all)
-        assert works.begun.wait(SECONDS)
+        launches = warming(works)
         launches.join()  # nothing is launched: this waits for no work
         assert not works.done
         monkeypatch.setattr(mx, "async_eval", noting)
@@ -218,10 +224,7 @@ def test_a_warm_up_ends_without_a_launch() -> None:
     works = Works()
 
     def run() -> None:
-        launches = choose(is_beside=True)
-        assert isinstance(launches, Beside)
-        launches.warm_up(works.all)
-        assert works.begun.wait(SECONDS)
+        launches = warming(works)
         threading.Timer(0.05, works.end.set).start()
         launches.end_warm_up()
         assert works.done == [0]
@@ -236,10 +239,7 @@ def test_the_end_waits_for_the_work_at_hand_alone() -> None:
     works = Works()
 
     def run() -> None:
-        launches = choose(is_beside=True)
-        assert isinstance(launches, Beside)
-        launches.warm_up(works.all)
-        assert works.begun.wait(SECONDS)
+        launches = warming(works)
         threading.Timer(0.05, works.end.set).start()
         launches.close()
         assert not threads()
