@@ -287,9 +287,20 @@ class Session:
             self._puller.close()
         if self._state.pause.is_grace_over:
             self._puller.giving.return_started()
-        if time.monotonic() >= self._puller.pull_at():
-            self._puller.refill()
+        self._take_jobs()
         self._poll_timer.hasten(time.monotonic() + self._puller.pacing.poll_seconds())
+
+    def _take_jobs(self) -> None:
+        """Take jobs if some are wanted; near the end of a queue, by the newest facts."""
+        if self._is_pull_due and self._puller.should_look:
+            self._poll()
+            self._poll_timer.restart(time.monotonic())
+        if self._is_pull_due:
+            self._puller.refill()
+
+    @property
+    def _is_pull_due(self) -> bool:
+        return time.monotonic() >= self._puller.pull_at()
 
     def _finish(self) -> None:
         """Store results. The same call reports which other jobs have begun since the last one."""
