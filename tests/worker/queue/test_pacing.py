@@ -228,7 +228,7 @@ def test_who_takes_jobs_near_the_end_looks_first(
 ) -> None:
     """At the others and the queue, if it has not just done so. Nothing is looked at when the end is
     far, when no jobs waited, or alone."""
-    submit(redis_connection, ["p"] * 90)
+    submit(redis_connection, ["p"] * 400)
     desk = slow_desk(redis_connection)
     tell(redis_connection, "fast", "1000.0 90000 0 0 1 0")  # it is as fast, and has enough
     desk.look()
@@ -243,7 +243,7 @@ def test_who_takes_jobs_near_the_end_looks_first(
         monkeypatch.setattr(pacing, "NEWS_SECONDS", news_seconds)
         desk.puller.pacing.note_seconds_left(seconds_left)
         desk.puller.giving.release(desk.in_flight.num_waiting)
-        desk.end(*range(1, 91))
+        desk.end(*range(1, 401))
         desk.store()
         desk.puller.pull_now()
         for timer in timers:
@@ -253,12 +253,22 @@ def test_who_takes_jobs_near_the_end_looks_first(
         return asked
 
     assert exchange(seconds_left=1.0, news_seconds=0.0) == ["poll", "pull"]
+    session._poll_timer.at = math.inf
+    desk.puller.pacing.note_seconds_left(1.0)
+    session._exchange()
+    assert asked == ["poll", "pull"], "it has enough"
     assert exchange(seconds_left=1.0, news_seconds=60.0) == ["pull"]
+    session._poll_timer.at = 0.0
+    session._exchange()
+    session._exchange()
+    assert asked == ["pull", "poll"], "the next one has its time"
     assert exchange(seconds_left=pacing.END_SECONDS, news_seconds=0.0) == ["pull"]
     desk.puller._lengths = (0, 0, 0)
     assert exchange(seconds_left=1.0, news_seconds=0.0) == ["pull"]
+    redis_connection.delete(redis_keys.workers(QUEUE))
     alone = Desk(redis_connection)
     alone.look()
+    alone.puller.pacing.note_seconds_left(1.0)
     assert not alone.puller.should_look
 
 

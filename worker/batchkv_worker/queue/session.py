@@ -275,7 +275,6 @@ class Session:
         self._record.update()
         if self._poll_timer.is_due(now):
             self._poll()
-            self._poll_timer.restart(now)
         if self._heartbeat_timer.is_due(now):
             self._renew_leases()
             self._heartbeat_timer.restart(now)
@@ -294,7 +293,6 @@ class Session:
         """Take jobs if some are wanted; near the end of a queue, by the newest facts."""
         if self._is_pull_due and self._puller.should_look:
             self._poll()
-            self._poll_timer.restart(time.monotonic())
         if self._is_pull_due:
             self._puller.refill()
 
@@ -342,6 +340,7 @@ class Session:
             self._state.note_canceled(len(rows))
 
     def _poll(self) -> None:
+        self._poll_timer.restart(time.monotonic())
         self._puller.pacing.look()
         pace = self._puller.pacing.pace(is_away=self._puller.is_away).encode()
         poll = self._serve_engine_until(partial(self._side.poll, self._in_flight.leases, pace))
