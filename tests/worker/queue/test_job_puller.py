@@ -279,6 +279,38 @@ def test_a_server_that_refuses_paces_does_no_harm(redis_connection: Redis, desk:
     assert poll.workers == {"other"}
 
 
+def test_waits_on_the_server_are_short_at_first(
+    redis_connection: Redis, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a run is over its worker has just become idle, and is asked to end. Also after the next
+    jobs."""
+    waits: list[float] = []
+    real = desk.side.wait_for_job
+
+    def wait(seconds: float) -> tuple[int, ...]:
+        waits.append(seconds)
+        return real(min(seconds, 0.01))
+
+    monkeypatch.setattr(desk.side, "wait_for_job", wait)
+    desk.puller._limits = Limits()
+    first, later = job_puller.FIRST_WAIT_SECONDS, job_puller.IDLE_WAIT_SECONDS
+    assert desk.refill() == desk.refill() == desk.refill() == []
+    assert waits == [first] * 2, "the first time, the queue was not known to be empty"
+    monkeypatch.setattr(job_puller, "FIRST_SECONDS", 0.0)
+    desk.refill()
+    assert waits == [first] * 2 + [later]
+    monkeypatch.undo()
+    monkeypatch.setattr(desk.side, "wait_for_job", wait)
+    submit(redis_connection, ["p"])
+    assert desk.refill() == [1]
+    desk.end(1)
+    desk.store()
+    waits.clear()
+    for _ in range(3):
+        desk.refill()
+    assert waits[-1] == first
+
+
 def test_a_slow_worker_leaves_the_last_row_for_a_while(
     redis_connection: Redis, desk: Desk, queue: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

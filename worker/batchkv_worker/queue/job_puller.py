@@ -33,7 +33,10 @@ from batchkv_worker.queue.state import WorkerState
 
 log = logging.getLogger("batchkv.worker")
 
-IDLE_WAIT_SECONDS = 1  # how long a blocking call waits on the server while the queue is empty
+IDLE_WAIT_SECONDS = 1.0  # how long a blocking call waits on the server while the queue is empty
+# The same at first. A signal is heeded only after the call, and a run whose batch is done stops its
+# workers at once.
+FIRST_WAIT_SECONDS, FIRST_SECONDS = 0.1, 2.0
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
 APART_WAIT_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
 PASSED_SECONDS = 1.0  # how soon to ask again when nothing but suspects waits
@@ -229,8 +232,7 @@ class JobPuller:
         if self._state.next_queue:
             return
         if self._is_idle:
-            self._idle()
-            self._lengths = self._side.wait_for_job(IDLE_WAIT_SECONDS)
+            self._lengths = self._side.wait_for_job(self._idle())
             if not any(self._lengths):
                 return
         view = self._view()
@@ -369,7 +371,11 @@ class JobPuller:
         most = self._limits.max_jobs
         return count if most is None else min(count, most - self.num_taken)
 
-    def _idle(self) -> None:
+    def _idle(self) -> float:
+        """The worker has nothing to do. Returns how long it may wait for a job, in seconds."""
+        now = time.monotonic()
         if self._idle_since is None:
-            self._idle_since = time.monotonic()
+            self._idle_since = now
         self._side.set_state("idle")
+        is_new = now - self._idle_since < FIRST_SECONDS
+        return min(FIRST_WAIT_SECONDS, IDLE_WAIT_SECONDS) if is_new else IDLE_WAIT_SECONDS

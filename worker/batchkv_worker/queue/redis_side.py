@@ -129,7 +129,7 @@ class RedisSide:
         # minutes.
         self._worker_ttl = settings.lease_seconds + int(settings.heartbeat_seconds) + 15
 
-    def wait_for_job(self, timeout_seconds: int) -> tuple[int, ...]:
+    def wait_for_job(self, timeout_seconds: float) -> tuple[int, ...]:
         """Wait until the queue has a job; the lengths of its lists by priority. Nothing is taken.
 
         To move the head of a list to its own head changes nothing, but blocks while the list is
@@ -137,7 +137,7 @@ class RedisSide:
         """
         key = redis_keys.queue(self._queue)
         pipeline = self._connection.pipeline(transaction=False)
-        pipeline.blmove(key, key, timeout_seconds, "LEFT", "LEFT")
+        pipeline.blmove(key, key, timeout_seconds, "LEFT", "LEFT")  # type: ignore[arg-type]
         for each in redis_keys.waiting_lists(self._queue):
             pipeline.llen(each)
         MAIN.enter(IDLE)
