@@ -38,7 +38,7 @@ from batchkv_worker.queue.runs.dispatch import (
     jobs_to_take,
     rows_to_hand_over,
 )
-from batchkv_worker.queue.runs.pace import Beats, Meter, Pace, crowd_of
+from batchkv_worker.queue.runs.pace import Meter, Pace, crowd_of
 from batchkv_worker.queue.runs.returns import COOL_SECONDS, SETTLE_SECONDS
 from batchkv_worker.queue.runs.sizes import prompt_work
 from batchkv_worker.queue.session import POLL_SECONDS
@@ -155,8 +155,6 @@ class Worker:
     queued: int = 0
     meter: Meter = field(default_factory=Meter)
     told: dict[str, str] = field(default_factory=dict)
-    beats: Beats = field(default_factory=Beats)
-    polled_at: float = -math.inf
     computed_until: float = 0.0  # how far the meter has counted
     left: tuple[int, float] = (0, 0.0)  # jobs that it leaves to others, and since when
     is_patient: bool = True
@@ -294,7 +292,7 @@ class Simulation:
                 if now < worker.poll_at:
                     continue
                 self._poll(worker, now)
-                self._poll_in(worker, now, self._pause(worker, now))
+                self._poll_in(worker, now, self._pause(worker))
             elif job is not None and kind == "prompt" and worker.in_prefill is job:
                 worker.in_prefill = None
                 seconds = job.num_answer / ANSWER_TOKENS_PER_SECOND / worker.speed
@@ -320,50 +318,41 @@ class Simulation:
         worker.poll_at = now + seconds
         self._push(worker.poll_at, worker, "poll")
 
-    def _pause(self, worker: Worker, now: float) -> float:
-        """As ``Pacing.poll_seconds`` has it."""
-        return QUICK_POLL_SECONDS if self._is_quick(worker, now) else POLL_SECONDS
-
-    def _is_quick(self, worker: Worker, now: float) -> bool:
+    def _pause(self, worker: Worker) -> float:
+        """As ``JobPuller.poll_seconds`` has it."""
+        view = self._view(worker)
         is_new = worker.num_begun > 0 and not worker.meter.speed
-        return is_new or 0 < self._view(worker, now).seconds_left < END_SECONDS
-
-    def _is_old(self, worker: Worker, now: float) -> bool:
-        """As ``JobPuller.should_look`` has it."""
-        is_long_ago = now - worker.polled_at > NEWS_SECONDS
-        return worker.queued > 0 and is_long_ago and self._is_quick(worker, now)
+        is_quick = is_new or 0 < view.seconds_left < END_SECONDS
+        return QUICK_POLL_SECONDS if is_quick else POLL_SECONDS
 
     def _push(self, at: float, worker: Worker, kind: Event, job: Job | None = None) -> int:
         heapq.heappush(self._events, (at, number := next(self._numbers), worker, kind, job))
         return number
 
-    def _view(self, worker: Worker, now: float) -> View:
+    def _view(self, worker: Worker) -> View:
         names = (each.name for each in self._workers)
-        pace, ages = worker.pace(self._slots), worker.beats.ages(now, now)
         return View(
             *(self._slots, self._prefetch, worker.num_begun + len(worker.engine)),
             *(len(worker.backlog), worker.queued, len(self._workers)),
             num_waiting=len(worker.engine),
-            told=crowd_of(worker.name, pace, worker.told, names, ages),
+            told=crowd_of(worker.name, worker.pace(self._slots), worker.told, names),
             job_work=worker.meter.job_work,
             row_seconds=worker.meter.row_seconds,
             is_patient=worker.is_patient,
         )
 
     def _poll(self, worker: Worker, now: float) -> None:
-        worker.queued, worker.polled_at = len(self._queue), now
-        told = replace(worker.pace(self._slots), beat=round(1000 * now))
-        self._told[worker.name] = told.encode()
+        worker.queued = len(self._queue)
+        self._told[worker.name] = worker.pace(self._slots).encode()
         worker.told = dict(self._told)
-        worker.beats.note(worker.told, now)
         if self._take is not jobs_to_take:
             return
         names = (each.name for each in self._workers)
         worker.meter.told_answer = crowd_of(worker.name, Pace(), worker.told, names).answer
         self._return(worker, now)
-        if self._hand_over(worker, rows_to_hand_over(self._view(worker, now))):
+        if self._hand_over(worker, rows_to_hand_over(self._view(worker))):
             worker.handed_until = now + PATIENCE_SECONDS
-        view = self._view(worker, now)
+        view = self._view(worker)
         is_waiting = not self._take(view) and view.free_slots > 0 and view.crowd.has_free_slots
         num_left = len(self._queue) if is_waiting else 0
         if num_left != worker.left[0]:
@@ -372,7 +361,7 @@ class Simulation:
 
     def _return(self, worker: Worker, now: float) -> None:
         """Give back what is too much, if it was for a while."""
-        view = self._view(worker, now)
+        view = self._view(worker)
         worker.surplus_since = min(worker.surplus_since, now) if view.surplus_jobs else math.inf
         if now - worker.surplus_since < SETTLE_SECONDS:
             return
@@ -399,13 +388,10 @@ class Simulation:
         """As ``JobPuller`` does, which does not ask for every single row that ends."""
         if worker.handed_until > now:
             return
-        view = self._view(worker, now)
+        view = self._view(worker)
         is_cooling = view.num_started > 0 and now < worker.cool_until
         has_room = view.num_started == 0 or view.room >= view.ahead // 2
         if self._queue and has_room and not is_cooling:
-            if self._take(view) and self._is_old(worker, now):
-                self._poll(worker, now)
-                view = self._view(worker, now)
             count = min(self._take(view), len(self._queue))
             for _ in range(count):
                 worker.take(self._queue.popleft())
@@ -413,7 +399,7 @@ class Simulation:
             if count:
                 worker.surplus_since = math.inf
                 self._poll_in(worker, now, NEWS_SECONDS)
-        for _ in range(jobs_to_start(self._view(worker, now))):
+        for _ in range(jobs_to_start(self._view(worker))):
             worker.await_row(worker.backlog.popleft())
 
     def _compute(self, worker: Worker, now: float) -> None:

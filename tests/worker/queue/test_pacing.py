@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from redis import Redis
@@ -14,9 +12,7 @@ from batchkv_producer.wire.maker import Maker
 from batchkv_worker.queue import job_puller, pacing
 from batchkv_worker.queue.job_puller import Limits
 from batchkv_worker.queue.runs import pace
-from batchkv_worker.queue.session import Session
-from batchkv_worker.settings import WorkerSettings
-from support.worker_harness import MODEL, QUEUE, submit, wait_until, waiting_lines
+from support.worker_harness import QUEUE, submit, wait_until, waiting_lines
 from worker.queue.test_job_puller import Desk, tell
 
 FAST = "90000.0 0 0 8 0 0"  # nothing held, eight free slots
@@ -207,79 +203,6 @@ def test_what_has_changed_is_told_soon(redis_connection: Redis) -> None:
     assert told.poll_seconds() == pacing.QUICK_POLL_SECONDS
     told.note_seconds_left(pacing.END_SECONDS)
     assert told.poll_seconds() == math.inf
-
-
-def test_a_pace_has_the_servers_time(redis_connection: Redis) -> None:
-    """So that others know how old it is. What they have done since counts as done."""
-    desk = slow_desk(redis_connection)
-    seconds, micros = redis_connection.time()
-    sent_at = seconds + micros / 1e6
-    assert desk.puller.pacing.pace(is_away=False).beat / 1000 == pytest.approx(sent_at, abs=2.0)
-    for age, held in ((0, 50_000.0), (2, 30_000.0), (9, 50_000.0)):  # too old: another clock
-        tell(redis_connection, "fast", f"10000.0 50000 0 0 {1000 * (sent_at - age):.0f} 0")
-        desk.look()
-        (fast,) = desk.puller.pacing.crowd().others
-        assert fast.held == pytest.approx(held, abs=9_000)
-    wait_until(lambda: desk.puller.pacing.crowd().others[0].held < fast.held)
-
-
-def test_who_takes_jobs_near_the_end_looks_first(
-    redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the others and the queue, if it has not just done so. Nothing is looked at when the end is
-    far, when no jobs waited, or alone."""
-    submit(redis_connection, ["p"] * 400)
-    desk = slow_desk(redis_connection)
-    tell(redis_connection, "fast", "1000.0 90000 0 0 1 0")  # it is as fast, and has enough
-    desk.look()
-    settings, engine = WorkerSettings(model=MODEL), desk.puller._engine
-    session = Session(desk.side, engine, desk.state, settings, Limits(burst=True))
-    session._puller, asked = desk.puller, []
-    monkeypatch.setattr(desk.side, "pull", spy(asked, "pull", desk.side.pull))
-    monkeypatch.setattr(desk.side, "poll", spy(asked, "poll", desk.side.poll))
-    timers = session._poll_timer, session._heartbeat_timer, session._maintenance_timer
-
-    def exchange(*, seconds_left: float, news_seconds: float) -> list[str]:
-        monkeypatch.setattr(pacing, "NEWS_SECONDS", news_seconds)
-        desk.puller.pacing.note_seconds_left(seconds_left)
-        desk.puller.giving.release(desk.in_flight.num_waiting)
-        desk.end(*range(1, 401))
-        desk.store()
-        desk.puller.pull_now()
-        for timer in timers:
-            timer.at = math.inf
-        asked.clear()
-        session._exchange()
-        return asked
-
-    assert exchange(seconds_left=1.0, news_seconds=0.0) == ["poll", "pull"]
-    session._poll_timer.at = math.inf
-    desk.puller.pacing.note_seconds_left(1.0)
-    session._exchange()
-    assert asked == ["poll", "pull"], "it has enough"
-    assert exchange(seconds_left=1.0, news_seconds=60.0) == ["pull"]
-    session._poll_timer.at = 0.0
-    session._exchange()
-    session._exchange()
-    assert asked == ["pull", "poll"], "the next one has its time"
-    assert exchange(seconds_left=pacing.END_SECONDS, news_seconds=0.0) == ["pull"]
-    desk.puller._lengths = (0, 0, 0)
-    assert exchange(seconds_left=1.0, news_seconds=0.0) == ["pull"]
-    redis_connection.delete(redis_keys.workers(QUEUE))
-    alone = Desk(redis_connection)
-    alone.look()
-    alone.puller.pacing.note_seconds_left(1.0)
-    assert not alone.puller.should_look
-
-
-def spy(asked: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call, which notes that it was made."""
-
-    def noting(*args: Any, **named: Any) -> Any:
-        asked.append(name)
-        return call(*args, **named)
-
-    return noting
 
 
 def test_full_workers_are_waited_for(redis_connection: Redis) -> None:

@@ -90,7 +90,7 @@ class JobPuller:
         if self._passed_over.is_news(self._lengths, poll.lengths):
             self.pull_now()
         self._lengths, self._num_workers = poll.lengths, poll.num_workers
-        self.pacing.note_told(poll.paces, poll.workers, poll.server_seconds)
+        self.pacing.note_told(poll.paces, poll.workers)
         if dispatch.must_yield(self._in_flight.backlog_rank, self._ours):
             self.giving.release(self._in_flight.num_waiting)
             self.pull_now()
@@ -200,11 +200,6 @@ class JobPuller:
         """Whether nothing is held and the queue was empty when last looked at."""
         may_wait = self._state.may_start and not self._state.next_queue and not self._waits_apart
         return may_wait and self.is_exhausted and not (self._in_flight or self._limits.burst)
-
-    @property
-    def should_look(self) -> bool:
-        """Whether to poll before a pull: near the end of a queue the newest facts divide it."""
-        return any(self._lengths) and self.pacing.is_old
 
     def pull_now(self) -> None:
         """Pull without a pause: something has changed."""

@@ -28,10 +28,8 @@ class Pacing:
         self._in_flight = in_flight
         self.meter = Meter()
         self.is_patient = True
-        self._others = Crowd()  # at the last poll
-        self._polled_at = -math.inf
+        self._others = Crowd()  # as they told last
         self._beats = Beats()
-        self._server_ahead: float | None = None  # of monotonic seconds
         self._num_told = 0
         self._looked_at = time.monotonic()
         self._last = Progress()
@@ -69,14 +67,7 @@ class Pacing:
         decode = progress.num_decode * meter.answer_work / 2
         num_free = max(0, self._engine.num_slots - self._in_flight.num_started)
         work = held + prompts + decode
-        return Pace(meter.speed, work, is_away, num_free, self._beat, meter.answer)
-
-    @property
-    def _beat(self) -> int:
-        """The server's time in milliseconds; before that is known, another number each time."""
-        if self._server_ahead is None:
-            return self._num_told
-        return round(1000 * (time.monotonic() + self._server_ahead))
+        return Pace(meter.speed, work, is_away, num_free, self._num_told, meter.answer)
 
     @property
     def num_waiting(self) -> int:
@@ -85,22 +76,14 @@ class Pacing:
 
     def crowd(self) -> Crowd:
         """All workers of the queue. What nobody has taken for a while is left to nobody."""
-        others = self._others.later(time.monotonic() - self._polled_at)
-        crowd = replace(others, own=self.pace(is_away=False))
+        crowd = replace(self._others, own=self.pace(is_away=False))
         return crowd if self.is_patient else crowd.without_idlers()
 
-    def note_told(
-        self, told: Mapping[str, str], workers: Iterable[str], server_now: float | None = None
-    ) -> None:
-        """What the workers of the queue have told, and the names of all of them.
-
-        ``server_now``: the server's time in seconds since 1970, if it is known.
-        """
-        self._polled_at = now = time.monotonic()
-        self._server_ahead = None if server_now is None else server_now - now
+    def note_told(self, told: Mapping[str, str], workers: Iterable[str]) -> None:
+        """What the workers of the queue have told, and the names of all of them."""
+        now = time.monotonic()
         self._beats.note(told, now)
-        ages = self._beats.ages(now, server_now)
-        self._others = crowd_of(self._name, Pace(), told, workers, ages)
+        self._others = crowd_of(self._name, Pace(), told, workers, self._beats.mute(now))
         self.meter.told_answer = self._others.answer
         self._num_told += 1
         self._in_flight.note_crowd(self.crowd(), self._others.num_workers)
@@ -119,20 +102,10 @@ class Pacing:
         is_new = self._in_flight.num_started > 0 and not self.meter.speed
         self._is_quick = is_new or 0 < seconds < END_SECONDS
 
-    @property
-    def is_old(self) -> bool:
-        """Whether so much may have changed since the last poll that jobs are not divided well."""
-        is_long_ago = time.monotonic() - self._polled_at > NEWS_SECONDS
-        return is_long_ago and self._is_quick and self._has_others
-
-    @property
-    def _has_others(self) -> bool:
-        return bool(self._others.others or self._others.num_silent)
-
     def poll_seconds(self) -> float:
         """When to look at the others again, at the latest; infinity if there is no hurry."""
         has_news, self._has_news = self._has_news, False
-        if not self._has_others:
+        if not (self._others.others or self._others.num_silent):
             return math.inf
         if has_news:
             return NEWS_SECONDS

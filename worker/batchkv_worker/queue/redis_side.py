@@ -65,8 +65,7 @@ class Poll:
 
     ``lengths`` are those of the queue's lists by priority. ``workers`` are the names of the workers
     that serve it. ``paces`` has what they tell of their pace, by name. ``is_drained``: somebody
-    wants this worker to take no more rows. ``server_seconds``: the server's time since 1970, if
-    there are others.
+    wants this worker to take no more rows.
     """
 
     is_suspended: bool
@@ -75,7 +74,6 @@ class Poll:
     workers: frozenset[str] = frozenset()
     paces: Mapping[str, str] = field(default_factory=dict)
     is_drained: bool = False
-    server_seconds: float | None = None
 
     @property
     def num_workers(self) -> int:
@@ -278,7 +276,6 @@ class RedisSide:
         if fault := next((each for each in checked if isinstance(each, RedisError)), None):
             raise fault
         found = told[-1] if tells and isinstance(told[-1], dict) else {}
-        clock = told[-2] if tells and isinstance(told[-2], tuple) else None
         self._left.difference_update(left)
         paces = {_text(name): _text(value) for name, value in found.items()}
         suspended, high, normal, low, names, (birth, drain), *holders = checked
@@ -294,17 +291,15 @@ class RedisSide:
         ]
         is_drained = bool(self._drain) or self._is_drained_here()
         lengths = high, normal, low
-        now = None if clock is None else clock[0] + clock[1] / 1e6
-        return Poll(bool(suspended), lost, lengths, workers, paces, is_drained, now)
+        return Poll(bool(suspended), lost, lengths, workers, paces, is_drained)
 
     def _tell(self, pipeline: Pipeline, pace: str) -> None:
-        """Commands at the end of a pipeline. The last two replies: the server's time, all paces."""
+        """Commands at the end of a pipeline. The reply to the last one has all paces."""
         key = redis_keys.paces(self._queue)
         pipeline.hset(key, self._worker, pace)
         pipeline.expire(key, PACE_TTL_SECONDS)
         if self._gone:
             pipeline.hdel(key, *self._gone)
-        pipeline.time()
         pipeline.hgetall(key)
 
     def publish(self, fields: Mapping[Any, Any]) -> None:

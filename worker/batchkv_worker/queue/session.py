@@ -275,6 +275,7 @@ class Session:
         self._record.update()
         if self._poll_timer.is_due(now):
             self._poll()
+            self._poll_timer.restart(now)
         if self._heartbeat_timer.is_due(now):
             self._renew_leases()
             self._heartbeat_timer.restart(now)
@@ -286,19 +287,9 @@ class Session:
             self._puller.close()
         if self._state.pause.is_grace_over:
             self._puller.giving.return_started()
-        self._take_jobs()
-        self._poll_timer.hasten(time.monotonic() + self._puller.pacing.poll_seconds())
-
-    def _take_jobs(self) -> None:
-        """Take jobs if some are wanted; near the end of a queue, by the newest facts."""
-        if self._is_pull_due and self._puller.should_look:
-            self._poll()
-        if self._is_pull_due:
+        if time.monotonic() >= self._puller.pull_at():
             self._puller.refill()
-
-    @property
-    def _is_pull_due(self) -> bool:
-        return time.monotonic() >= self._puller.pull_at()
+        self._poll_timer.hasten(time.monotonic() + self._puller.pacing.poll_seconds())
 
     def _finish(self) -> None:
         """Store results. The same call reports which other jobs have begun since the last one."""
@@ -340,7 +331,6 @@ class Session:
             self._state.note_canceled(len(rows))
 
     def _poll(self) -> None:
-        self._poll_timer.restart(time.monotonic())
         self._puller.pacing.look()
         pace = self._puller.pacing.pace(is_away=self._puller.is_away).encode()
         poll = self._serve_engine_until(partial(self._side.poll, self._in_flight.leases, pace))

@@ -73,46 +73,16 @@ def test_a_worker_that_is_away_takes_no_share() -> None:
     assert not crowd.has_hungry(5.0)
 
 
-def test_who_tells_nothing_new_is_away() -> None:
-    """Each text counts from the moment at which it was seen first. What such a worker held is not
-    done by anybody."""
+def test_who_tells_nothing_new_is_mute() -> None:
+    """Each text counts from the moment at which it was seen first."""
     beats = Beats()
-    beats.note({"dead": "8 60 0 3 4 0", "here": "8 60 0 3 4 0"}, 0.0)
-    beats.note({"dead": "8 60 0 3 4 0", "here": "8 60 0 3 5 0"}, MUTE_SECONDS)
-    told = {"dead": "8 60 0 3 4 0", "here": "8 60 0 3 5 0"}
-    crowd = crowd_of("me", Pace(), told, told, beats.ages(MUTE_SECONDS))
-    dead = Pace(8.0, 60.0, is_away=True, free_slots=3, beat=4)
-    assert crowd.others == (dead, Pace(8.0, 60.0, free_slots=3, beat=5))
-    beats.note({"dead": "8 60 0 3 9 0"}, MUTE_SECONDS)
-    assert beats.ages(MUTE_SECONDS) == {"dead": 0.0}
-
-
-def test_what_was_told_is_older_by_the_servers_clock() -> None:
-    """A poll finds what others told before. A text is not older than the poll that did not have it
-    yet, whatever a clock says, and earlier versions have no clock in it."""
-    beats = Beats()
-    told = {"new": "1 2 0 3 5000 0", "counts": "1 2 0 3 7 0", "wrong": "1 2 0"}
-    beats.note(told, 100.0)
-    assert beats.ages(100.0, 5.75) == {"new": 0.75, "counts": 0.0, "wrong": 0.0}
-    assert beats.ages(101.0, 6.75) == {"new": 1.75, "counts": 1.0, "wrong": 1.0}
-    for server_now in (None, 4.0, 5.5 + MUTE_SECONDS + 1.0):  # unknown, set back, set forward
-        assert beats.ages(101.0, server_now)["new"] == 1.0
-
-
-def test_others_have_worked_since_they_told() -> None:
-    """By their own speed, and no more than they held. Nobody knows what one does that is away."""
-    told = {
-        "fast": "8 60 0 3 1 0",
-        "done": "8 10 0 3 1 0",
-        "away": "8 60 1 3 1 0",
-        "new": "0 60 0 3 1 0",
-    }
-    crowd = crowd_of("me", Pace(1.0, 9.0), told, told, dict.fromkeys(told, 2.0))
-    held = {"away": 60.0, "done": 0.0, "fast": 44.0, "new": 60.0}
-    assert [pace.held for pace in crowd.others] == list(held.values())
-    later = crowd.later(3.0)
-    assert later.own == crowd.own
-    assert [pace.held for pace in later.others] == [60.0, 0.0, 20.0, 60.0]
+    beats.note({"dead": "1 2 0 3 4", "here": "1 2 0 3 4"}, 0.0)
+    beats.note({"dead": "1 2 0 3 4", "here": "1 2 0 3 5"}, MUTE_SECONDS)
+    assert beats.mute(MUTE_SECONDS) == {"dead"}
+    beats.note({"dead": "1 2 0 3 9"}, MUTE_SECONDS)
+    assert beats.mute(MUTE_SECONDS) == set()
+    crowd = crowd_of("me", Pace(), {"dead": "8 6 0 3 0 0"}, ["dead"], ["dead"])
+    assert crowd.others == (Pace(8.0, 6.0, is_away=True, free_slots=3),)
 
 
 def test_a_meter_measures_speed_and_rows() -> None:

@@ -32,7 +32,7 @@ class Pace:
     ``speed``: work a second; 0 while it is not known. ``held``: the work that it holds, of rows
     that have not begun, and half of what rows in slots have left to generate at most.
     ``is_away``: it takes no rows now. ``free_slots``: rows that it could begin at once.
-    ``beat``: when it was told (``Beats``), so that one that has died is noticed. ``answer``: the
+    ``beat``: another number each time, so that a worker that has died is noticed. ``answer``: the
     mean of the tokens that its rows generated; 0 before one has ended.
     """
 
@@ -42,15 +42,6 @@ class Pace:
     free_slots: int = 0
     beat: int = 0
     answer: float = 0.0
-
-    def later(self, seconds: float) -> Pace:
-        """What it most likely is so many seconds after it was told: the worker has gone on.
-
-        Of one that is away nobody knows whether it goes on.
-        """
-        if self.is_away:
-            return self
-        return replace(self, held=max(0.0, self.held - self.speed * seconds))
 
     def encode(self) -> str:
         """As it is stored: the fields in their order, between blanks."""
@@ -112,10 +103,6 @@ class Crowd:
     def has_free_slots(self) -> bool:
         """Whether another worker says that it could begin rows at once."""
         return any(pace.free_slots > 0 and not pace.is_away for pace in self.others)
-
-    def later(self, seconds: float) -> Crowd:
-        """The crowd so many seconds after the others told their pace; the own one as it is."""
-        return replace(self, others=tuple(pace.later(seconds) for pace in self.others))
 
     def without_idlers(self) -> Crowd:
         """The crowd if nothing is left to those who could begin rows at once and take none."""
@@ -206,31 +193,25 @@ def crowd_of(
     pace: Pace,
     told: Mapping[str, str],
     workers: Iterable[str],
-    ages: Mapping[str, float] | None = None,
+    mute: Iterable[str] = (),
 ) -> Crowd:
     """The crowd of a worker called ``own``. ``told``: texts by name, ``workers``: all names.
 
-    ``ages``: how long ago the texts were told, in seconds. A worker that has told nothing new for
-    ``MUTE_SECONDS`` is away.
+    Those that are ``mute`` tell nothing new: they are away, whatever they told last.
     """
-    ages = ages or {}
     names = {*workers} - {own}
     found = {name: decode_pace(told[name]) for name in names & told.keys()}
-    others = []
-    for name, each in sorted(found.items()):
-        if each is not None:
-            age = ages.get(name, 0.0)
-            is_mute = age >= MUTE_SECONDS
-            others.append(replace(each, is_away=True) if is_mute else each.later(age))
-    return Crowd(pace, tuple(others), len(names) - len(others))
+    gone = {*mute}
+    others = tuple(
+        replace(each, is_away=True) if name in gone else each
+        for name, each in sorted(found.items())
+        if each is not None
+    )
+    return Crowd(pace, others, len(names) - len(others))
 
 
 class Beats:
-    """When each of the other workers told something new. Times are monotonic seconds.
-
-    A beat is the time of the server at which a worker told its pace, in milliseconds. Workers of
-    earlier versions count instead: their texts are as old as they have been known here.
-    """
+    """When each of the other workers told something new. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, float]] = {}
@@ -240,18 +221,9 @@ class Beats:
         old = {name: found for name, found in self._last.items() if told.get(name) == found[0]}
         self._last = {name: old.get(name, (text, now)) for name, text in told.items()}
 
-    def ages(self, now: float, server_now: float | None = None) -> dict[str, float]:
-        """How many seconds ago each told what it told last. ``server_now``: seconds since 1970."""
-        return {name: _age(text, now - at, server_now) for name, (text, at) in self._last.items()}
-
-
-def _age(text: str, known_for: float, server_now: float | None) -> float:
-    """By the server's clock, if that can be true; else for how long the text has been known."""
-    pace = decode_pace(text)
-    if pace is None or server_now is None:
-        return known_for
-    age = server_now - pace.beat / 1000
-    return age if known_for <= age < known_for + MUTE_SECONDS else known_for
+    def mute(self, now: float) -> set[str]:
+        """Those that have told nothing new for ``MUTE_SECONDS``."""
+        return {name for name, (_, at) in self._last.items() if now - at >= MUTE_SECONDS}
 
 
 class _Recent:
