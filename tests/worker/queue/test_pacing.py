@@ -45,7 +45,7 @@ def test_a_slow_worker_ends_when_it_was_idle_for_long(
     redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for rows of the empty queue as any other worker does, and counts that time."""
-    monkeypatch.setattr(job_puller, "IDLE_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(job_puller, "FIRST_WAIT_SECONDS", 0.02)
     desk = slow_desk(redis_connection, Limits(max_idle_seconds=0.0))
     assert desk.puller.pull_at() < math.inf
     assert not desk.puller.is_spent()

@@ -373,4 +373,4 @@ class JobPuller:
             self._idle_since = now
         self._side.set_state("idle")
         is_new = now - self._idle_since < FIRST_SECONDS
-        return min(FIRST_WAIT_SECONDS, IDLE_WAIT_SECONDS) if is_new else IDLE_WAIT_SECONDS
+        return FIRST_WAIT_SECONDS if is_new else IDLE_WAIT_SECONDS

@@ -135,6 +135,7 @@ class RedisSide:
         """
         key = redis_keys.queue(self._queue)
         pipeline = self._connection.pipeline(transaction=False)
+        # The server takes fractions of a second, which redis-py's types leave out.
         pipeline.blmove(key, key, timeout_seconds, "LEFT", "LEFT")  # type: ignore[arg-type]
         for each in redis_keys.waiting_lists(self._queue):
             pipeline.llen(each)
