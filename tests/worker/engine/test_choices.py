@@ -170,7 +170,7 @@ def test_choices_that_leave_their_slots_come_back(prefix_bytes: int) -> None:
     probe = engine(prefix_bytes=prefix_bytes)
     costs = probe.plan.costs
     memory_bytes = prefix_bytes + 2000 * (costs.per_token + costs.largest) + 6 * costs.per_row
-    running = engine(prefix_bytes=prefix_bytes, memory_bytes=memory_bytes)
+    running = engine(prefix_bytes=prefix_bytes, memory_bytes=memory_bytes, share=False)
     for _ in range(FEWEST_OUTPUTS):
         running._scheduler.output_lengths.add(8)
     running.submit_row(row("a", 200, generation), 6)

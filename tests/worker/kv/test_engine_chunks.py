@@ -86,7 +86,8 @@ def launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppLaunch:
 
 def crowd_of(family: str, scheme: str, launch: Launch | None, **changes: Any) -> Crowd:
     how: dict[str, Any] = {"path": "folded", "scheme": scheme, "prefix_cells": 1, **changes}
-    backend = Backend(made=launch, fuses=how.pop("fuses", False))
+    most_joined = how.pop("most_joined", CudaBackend.most_joined)
+    backend = Backend(made=launch, fuses=how.pop("fuses", False), most_joined=most_joined)
     return Crowd(family, backend=backend, **how)
 
 
@@ -297,14 +298,15 @@ def test_dense_numbers_are_dropped(is_attended: bool, launch: CppLaunch) -> None
     assert mx.get_active_memory() - before < dense_bytes / 2
 
 
-@pytest.mark.parametrize(("limit", "most"), [("MOST_JOINED", 1), ("MOST_COLUMNS", 64)])
+@pytest.mark.parametrize("changes", [{"most_joined": 1}, {}], ids=["numbers", "columns"])
 def test_a_long_prefix_is_not_copied_for_each_row(
-    limit: str, most: int, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, int], launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond a limit a few rows are joined with it at a time, as without the kernel."""
-    monkeypatch.setattr(chunk_packing, limit, most)
+    if not changes:
+        monkeypatch.setattr(chunk_packing, "MOST_COLUMNS", 64)
     rows = {name: prompt for name, prompt in prompts().items() if "behind" in name}
-    crowd = crowd_of("llama", "affine8", launch)
+    crowd = crowd_of("llama", "affine8", launch, **changes)
     launch.counts.clear()
     found = crowd.answers(rows)
     assert DENSE in launch.counts and BEHIND not in launch.counts

@@ -1,4 +1,4 @@
-"""Blocks of one row are cut together, and are the same as if each were cut alone."""
+"""Blocks of a group are cut together, and are the same as if each were cut alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
+from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
-from batchkv_worker.prefix import block_layout
-from batchkv_worker.prefix.block_layout import BlockLayout, RowCuts
-from batchkv_worker.prefix.bundle import Bundle
+from batchkv_worker.prefix import cuts
+from batchkv_worker.prefix.block_layout import BlockLayout
+from batchkv_worker.prefix.cuts import GroupCuts, Run, runs_of
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Generation
 from batchkv_worker.sequence import Sequence as Row
@@ -35,7 +36,7 @@ def memory(kinds: Sequence[LayerKind], num_blocks: int) -> PrefixCache:
     per_token = sum(kind.bytes_per_token for kind in kinds)
     per_row = sum(kind.bytes_per_row for kind in kinds)
     num_bytes = num_blocks * per_token * BLOCK_TOKENS + per_row
-    return PrefixCache(num_bytes, Costs(per_token, {}, per_row), kinds, shares_partial=False)
+    return PrefixCache(num_bytes, Costs(per_token, {}, per_row), kinds)
 
 
 def publish(cache: PrefixCache, prompts: list[list[int]], widths: Sequence[int]) -> None:
@@ -44,7 +45,7 @@ def publish(cache: PrefixCache, prompts: list[list[int]], widths: Sequence[int])
     for row in rows:
         cache.name(row)
         row.state_stops = frozenset({512, 1024})
-    prefill = PrefillRows(BACKEND, cache._kinds, max(map(len, prompts)), max(widths))
+    prefill = PrefillRows(BACKEND, cache.kinds, max(map(len, prompts)), max(widths))
     start = 0
     for width in widths:
         append_chunk(prefill, prompts, start, width)
@@ -77,14 +78,14 @@ def drawn(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(length)]
 
 
-def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The tokens that are cut from now on, turn by turn."""
-    turns = list[tuple[int, int]]()
+def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The tokens that are cut from now on, and of how many rows, turn by turn."""
+    turns = list[tuple[int, int, int]]()
     block = PrefillRows.block
 
-    def noted(rows: PrefillRows, index: int, start: int, end: int) -> object:
-        turns.append((start, end))
-        return block(rows, index, start, end)
+    def noted(rows: PrefillRows, index: int, start: int, end: int, count: int = 1) -> object:
+        turns.append((start, end, count))
+        return block(rows, index, start, end, count)
 
     monkeypatch.setattr(PrefillRows, "block", noted)
     return turns
@@ -96,12 +97,12 @@ def test_blocks_cut_together_are_those_cut_alone(
 ) -> None:
     """Bit for bit, in chunks that end within blocks too, and evicted in the same order."""
     rng = random.Random(5)
-    prompts = [drawn(rng, LENGTH), drawn(rng, LENGTH - 400)]
+    prompts = [drawn(rng, length) for length in (LENGTH, LENGTH - 400, LENGTH, 700, 690)]
     for widths in ([LENGTH], [512, LENGTH - 512], [700, 324, LENGTH - 1024]):
         caches = []
-        for together in (block_layout.MOST_TOGETHER, 1):
-            monkeypatch.setattr(block_layout, "MOST_TOGETHER", together)
-            caches.append(memory(LAYERS[name], 20))
+        for together in (cuts.MOST_TOGETHER, 1):
+            monkeypatch.setattr(cuts, "MOST_TOGETHER", together)
+            caches.append(memory(LAYERS[name], 30))
             publish(caches[-1], prompts, widths)
             monkeypatch.undo()
         assert_equal(*caches)
@@ -111,8 +112,8 @@ def test_blocks_that_are_evicted_meanwhile_are_cut_again(monkeypatch: pytest.Mon
     """A full memory has the same blocks as if each were cut when its turn comes."""
     for seed in range(6):
         caches = []
-        for together in (block_layout.MOST_TOGETHER, 1):
-            monkeypatch.setattr(block_layout, "MOST_TOGETHER", together)
+        for together in (cuts.MOST_TOGETHER, 1):
+            monkeypatch.setattr(cuts, "MOST_TOGETHER", together)
             rng = random.Random(seed)
             cache = memory(LAYERS["full"], 6)
             common = drawn(rng, 1100)
@@ -126,17 +127,50 @@ def test_blocks_that_are_evicted_meanwhile_are_cut_again(monkeypatch: pytest.Mon
 
 
 def test_few_arrays_are_cut_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five blocks are cut in two turns, and one that is here in none."""
+    """Neighbours of one row, and of rows that give the same tokens; one that is here in no turn."""
+    monkeypatch.setattr(cuts, "MOST_TOGETHER", 4)
     turns = noted_turns(monkeypatch)
-    prompt = drawn(random.Random(1), LENGTH)
+    rng = random.Random(1)
+    prompt, *others = [drawn(rng, length) for length in (LENGTH, 520, 530, 540, 300)]
     cache = memory(LAYERS["full"], 20)
     publish(cache, [prompt], [LENGTH])
-    assert turns == [(256, 1280), (0, 256)]
+    assert turns == [(256, 1280, 1), (0, 256, 1)]
     publish(cache, [prompt], [LENGTH])
     assert len(turns) == 2
     cache.forget(cache.keys(prompt, None)[2])
     publish(cache, [prompt], [LENGTH])
-    assert turns[2:] == [(512, 768)]
+    assert turns[2:] == [(512, 768, 1)]
+    publish(cache, others, [600])
+    assert turns[3:] == [(0, 512, 2), (0, 512, 1), (0, 256, 1)]
+
+
+def test_runs_are_of_blocks_that_lack_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, each block once, with what comes after the last one if it lacks as much."""
+    monkeypatch.setattr(cuts, "MOST_TOGETHER", 2)
+    both, kv = (Kind.KV, Kind.WINDOW), (Kind.KV,)
+    assert runs_of(3, [], 0, both) == []
+    assert runs_of(1, [both, both, both, (), kv], 64, both) == [
+        Run((512, 768, 1024), both),
+        Run((256, 512), both),
+        Run((1280, 1536), kv),
+        Run((1536, 1600), both),
+    ]
+    assert runs_of(0, [kv, kv], 192, kv) == [Run((256, 512, 704), kv), Run((0, 256), kv)]
+
+
+def test_what_was_not_planned_is_cut_too() -> None:
+    """A block that was evicted between the plan and its turn."""
+    kinds = LAYERS["full"]
+    prompt = drawn(random.Random(6), 600)
+    prefill = PrefillRows(BACKEND, kinds, 600, 600)
+    append_chunk(prefill, [prompt, prompt[::-1]], 0, 600)
+    layout = BlockLayout(kinds)
+    planned = GroupCuts(layout, prefill, [[Run((0, 256, 512), layout.token_kinds)], []])
+    for index, bounds in ((1, (256, 512)), (0, (256, 512)), (0, (256, 320)), (0, (0, 256))):
+        (found,) = planned.tokens(index, *bounds, layout.token_kinds).values()
+        pieces = prefill.block(index, *bounds)
+        for one, other in zip(found.arrays, layout.part(Kind.KV, pieces).arrays, strict=True):
+            assert mx.array_equal(one, other)
 
 
 def test_a_block_keeps_no_other_in_memory() -> None:
@@ -144,13 +178,17 @@ def test_a_block_keeps_no_other_in_memory() -> None:
     kinds = LAYERS["full"]
     prompt = drawn(random.Random(2), LENGTH)
     prefill = PrefillRows(BACKEND, kinds, LENGTH, LENGTH)
-    append_chunk(prefill, [prompt], 0, LENGTH)
+    append_chunk(prefill, [prompt, prompt], 0, LENGTH)
     layout = BlockLayout(kinds)
     before = mx.get_active_memory()
-    cuts = RowCuts(layout, prefill, 0, 0)
-    parts: list[Bundle] = []
-    for number in reversed(range(4)):
-        parts += cuts.block(number, layout.token_kinds, lambda other: True).values()
+    run = Run((0, 256, 512), layout.token_kinds)
+    group = GroupCuts(layout, prefill, [[run], [run]])
+    parts = [
+        part
+        for row in range(2)
+        for low in (256, 0)
+        for part in group.tokens(row, low, low + 256, run.kinds).values()
+    ]
     mx.eval([part.arrays for part in parts])
     del parts[1:]
     assert mx.get_active_memory() - before < 1.5 * parts[0].nbytes
@@ -176,15 +214,12 @@ def test_blocks_keep_nothing_of_their_group_in_memory(name: str) -> None:
 def test_no_block_below_the_first_is_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of blocks that earlier chunks completed, a layer with a window has dropped the tokens."""
     prompt = drawn(random.Random(4), LENGTH)
-    prefill = PrefillRows(BACKEND, LAYERS[name], LENGTH, 1000)
+    turns = noted_turns(monkeypatch)
+    cache = memory(LAYERS[name], 20)
+    publish(cache, [prompt], [1000, LENGTH - 1000])
+    assert turns == [(0, 768, 1), (768, 1280, 1)]
+    prefill = PrefillRows(BACKEND, LAYERS["windows"], LENGTH, 1000)
     append_chunk(prefill, [prompt], 0, 1000)
     append_chunk(prefill, [prompt], 1000, LENGTH - 1000)
-    turns = noted_turns(monkeypatch)
-    layout = BlockLayout(LAYERS[name])
-    cuts = RowCuts(layout, prefill, 0, 3)
-    for number in (4, 3):
-        assert set(cuts.block(number, layout.token_kinds, lambda _: True)) == set(layout.kinds)
-    assert turns == [(768, 1280)]
-    if name == "windows":
-        with pytest.raises(ValueError, match="are not in"):
-            prefill.block(0, 256, 512)
+    with pytest.raises(ValueError, match="are not in"):
+        prefill.block(0, 256, 512)

@@ -53,7 +53,7 @@ def test_each_layer_gets_its_own_numbers(small: int | None) -> None:
 def test_all_layers_of_a_shared_prefix_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device copies the blocks of each joint by itself, and starting that takes the host long."""
     kinds = [attention_kind("affine8") for _ in range(LAYERS)]
-    cache = PrefixCache(2**30, Costs(1, {}, 0), kinds, shares_partial=False)
+    cache = PrefixCache(2**30, Costs(1, {}, 0), kinds)
     prompt = [1 + 7 * token % 50 for token in range(3 * BLOCK_TOKENS + 9)]
     row = Row("a", prompt, Generation(1))
     cache.name(row)
@@ -67,7 +67,7 @@ def test_all_layers_of_a_shared_prefix_are_joined_at_once(monkeypatch: pytest.Mo
         return real(arrays, axis=axis)
 
     monkeypatch.setattr(mx, "concatenate", noting)
-    pieces = cache.prefix_pieces(row.block_keys[1:3])
+    pieces = cache.prefix_pieces(row, BLOCK_TOKENS, 3 * BLOCK_TOKENS)
     assert pieces is not None and len(pieces) == LAYERS
     assert len(joints) == len(cache._blocks[row.block_keys[1]].parts[Kind.KV].arrays) < 6
     for index, layer in enumerate(prefill.layers):
@@ -75,4 +75,5 @@ def test_all_layers_of_a_shared_prefix_are_joined_at_once(monkeypatch: pytest.Mo
             pieces[index], layer.row(0, 3 * BLOCK_TOKENS, BLOCK_TOKENS), strict=True
         ):
             assert mx.array_equal(one, other)
-    assert cache.prefix_pieces([*row.block_keys[1:3], b"another"]) is None
+    row.block_keys[1] = b"another"
+    assert cache.prefix_pieces(row, 0, 3 * BLOCK_TOKENS) is None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
+from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import chain, root_key
 from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.engine.engine import Engine
-from batchkv_worker.kv.backends.cuda.backend import CudaBackend
-from batchkv_worker.kv.backends.metal.backend import MetalBackend
+from batchkv_worker.events import Completed
 from batchkv_worker.kv.layers.slot_costs import costs_of
-from batchkv_worker.kv.start.backend import choose_backend
+from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.prefix.partial_blocks import (
     MOST,
@@ -24,7 +23,7 @@ from batchkv_worker.prefix.partial_blocks import (
 )
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
-from worker.kv.reference import attention_kind
+from worker.kv.reference import attention_kind, bits
 from worker.prefix.engines_on_store import (
     access,
     behind,
@@ -209,16 +208,60 @@ def test_a_model_with_states_takes_whole_blocks_alone() -> None:
     assert sorted(cached(events)) == [0, 512, 512]
 
 
-def test_a_backend_without_partial_blocks_shares_whole_ones() -> None:
-    """CUDA's: chunks of more rows took longer there than the tokens that they saved."""
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+def test_a_shared_prefix_may_end_within_a_block(scheme: str) -> None:
+    """And a row behind it still stores whole blocks: the first with what the prefix has of it."""
     model = tiny_models.build("llama")
-    prompts = behind(600, 30, 20, 33)
-    backend = replace(choose_backend(), shares_partial=False)
-    assert not CudaBackend().shares_partial and MetalBackend().shares_partial
-    with running(model, None, backend=backend) as engine:
-        events = run(engine, prompts)
-        assert not engine.prefixes._partial
-    assert sorted(cached(events)) == [0, 512, 512]
+    prompts = behind(600, 30, 20, 33, 400, 31)
+    with running(model, None, scheme, share=False) as engine:
+        expected = tokens(run(engine, prompts))
+        wanted = first_layer(engine, prompts[3])
+        keys = engine.prefixes.keys(prompts[3], None)
+    seen = set[tuple[int, ...]]()
+    with running(model, None, scheme, prefix_cells=1) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.submit_row(Sequence(str(index), prompt, Generation(8, temperature=0.0)))
+        ended = {}
+        while not engine.is_idle:
+            for event in engine.step():
+                assert isinstance(event, Completed)
+                ended[event.job_id] = event
+            held = engine._slots.layouts.prefixes.values()
+            seen |= {tuple(part.num_own for part in leaf.chain) for leaf in held}
+        assert seen == {(576,)}
+        assert tokens([ended[str(index)] for index in range(len(prompts))]) == expected
+        assert len(keys) == 3 and bits(first_layer(engine, prompts[3])) == bits(wanted)
+        block = engine.prefixes._blocks[keys[2]].parts[Kind.KV]
+        row = Sequence("0", prompts[0], Generation(1))
+        engine.prefixes.name(row)
+        leaders = engine.prefixes.prefix_pieces(row, 512, 576)
+        assert leaders is not None
+        for layer, pieces in leaders.items():
+            own = tuple(part[..., :64, :] for part in block.layer(layer) or ())
+            assert bits(own) == bits(pieces)
+
+
+def first_layer(engine: Engine, prompt: list[int]) -> Pieces:
+    """What an engine's memory has of a prompt's whole blocks; no attention comes before it."""
+    row = Sequence("0", prompt, Generation(1))
+    engine.prefixes.name(row)
+    found = engine.prefixes.prefix_pieces(row, 0, len(row.block_keys) * 256)
+    assert found is not None
+    return found[0]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_choices_share_a_prompt_that_ends_within_a_block(count: int) -> None:
+    """No other row waits for its end, so it is stored for them; a row alone stores none."""
+    model = tiny_models.build("llama")
+    with running(model, None, prefix_cells=1) as engine:
+        row = Sequence("0", random_prompt(1, 600), Generation(8, temperature=0.0))
+        engine.submit_row(row, count)
+        seen = set[int]()
+        while not engine.is_idle:
+            engine.step()
+            seen |= {one.num_tokens for one in engine._slots.layouts.prefixes.values()}
+    assert seen == ({576} if count > 1 else set())
 
 
 def test_the_end_of_a_prompt_is_stored_only_for_rows_that_wait() -> None:

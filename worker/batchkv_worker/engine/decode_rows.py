@@ -21,7 +21,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.decode_step import Step
 from batchkv_worker.engine.prefill import Prefill
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
-from batchkv_worker.engine.schedule.prefix_split import num_blocks
+from batchkv_worker.engine.schedule.prefix_split import keys_of, num_shared
 from batchkv_worker.engine.schedule.scheduler import MAX_PREEMPTIONS, Scheduler
 from batchkv_worker.engine.shared_prefixes import SharedPrefixBuilder
 from batchkv_worker.engine.slot_insert import Placement
@@ -117,20 +117,20 @@ class DecodeRows:
         return one
 
     def _leaders_prefix(self, row: Sequence, group: PrefillGroup) -> SharedPrefix | None:
-        """The shared prefix of a row: a longer one than the group's, if others wait for its blocks.
+        """The shared prefix of a row: a longer one than the group's, if others wait for its tokens.
 
         Otherwise its many own columns would make those of all rows that follow it as long. There
         must be room for a longer one. A parked row keeps the group's.
         """
         shared = self._prefill.shared_prefix
         points = self.scheduler.split_points(row, row.num_prefill, shared)
-        keys = row.block_keys[: num_blocks(points)]
-        num_tokens = len(keys) * BLOCK_TOKENS
+        num_tokens = num_shared(points)
         if row.parked or num_tokens <= (shared.num_tokens if shared else 0):
             return shared
-        if not self.scheduler.memory.fits_shared_prefix(keys, shared, group):
+        keys = keys_of(row, num_tokens)
+        if not self.scheduler.memory.fits_shared_prefix(num_tokens, keys, shared, group):
             return shared
-        return self._builder.build(keys, points, shared) or shared
+        return self._builder.build(row, points, shared) or shared
 
     def _follow(self, move: Move | None) -> None:
         """Note that a row was moved to another slot."""

@@ -88,7 +88,7 @@ class Engine:
         self.loaded, self.config, self.client = loaded, config, client
         self.prefixes = PrefixCache(
             config.memory_bytes // 8 if config.prefix_bytes is None else config.prefix_bytes,
-            *(plan.costs, plan.kinds, client.root, client.on_new, plan.backend.shares_partial),
+            *(plan.costs, plan.kinds, client.root, client.on_new),
         )
         client.attach(self.prefixes)
         self._launches = launches = config.launches(plan, choose_launches)
@@ -109,7 +109,7 @@ class Engine:
         self._builder, self._is_in_prefill = SharedPrefixBuilder(self._slots, self.prefixes), False
         self._prefill = Prefill(
             *(loaded.model, plan, self._scheduler, self.prefixes, client),
-            *(plan.prompts(launches), self._builder.build),
+            *(plan.prompts(launches), self._builder.of_group),
         )
         self._preparing, self._grammars = Preparing(loaded), Grammars(loaded)
         self._decode_rows = DecodeRows(

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.engine.schedule.prefix_split import SplitPoints
 from batchkv_worker.engine.schedule.scheduler import PrefillGroup, Scheduler
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import Chunk
@@ -17,6 +16,7 @@ from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.changes import Arrival, Arrivals
 from batchkv_worker.kv.start.plan import KvPlan
 from batchkv_worker.kv.types import Pieces
+from batchkv_worker.prefix.filling import fill
 from batchkv_worker.prefix.interface import PrefixClient
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.trace import DECODE, ENGINE, PREFILL
@@ -40,7 +40,7 @@ class Prefill:
         prefixes: PrefixCache,
         client: PrefixClient,
         make_rows: Callable[[int, int], PrefillRows],
-        build: Callable[[list[bytes], SplitPoints], SharedPrefix | None],
+        build: Callable[[PrefillGroup], SharedPrefix | None],
     ) -> None:
         """``make_rows``: for prompts and chunks of up to so many tokens. ``build``: prefixes."""
         self._model = model
@@ -85,7 +85,7 @@ class Prefill:
             self._chunk_tokens = self._scheduler.budget.chunk_tokens
             self._rows = self._make_rows(self._width(group), self._chunk_tokens)
             self._build_shared_prefix(group)
-            self._prefixes.fill(group.rows, self._rows, self.shared_prefix)
+            fill(self._rows, group.rows, self._prefixes, self.shared_prefix)
         if not group.is_computed:
             self._compute_chunk(group)
         ENGINE.enter(DECODE)
@@ -134,7 +134,7 @@ class Prefill:
         self._traced, self._new_traced = self._new_traced, []
 
     def _build_shared_prefix(self, group: PrefillGroup) -> None:
-        self.shared_prefix = self._build(group.rows[0].block_keys, group.split_points)
+        self.shared_prefix = self._build(group)
         group.share(self.shared_prefix)
 
     def _width(self, group: PrefillGroup) -> int:

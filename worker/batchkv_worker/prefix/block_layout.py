@@ -5,17 +5,12 @@ A stored block is of one kind: the layers that keep all tokens (``kv``), those o
 of one shape and dtype over all those layers, stacked in the layers' order. Number, order, shapes
 and dtypes of the arrays follow from the model's layers and the KV scheme, which are part of the
 namespace; so a block needs no other table of contents, and one that differs is refused.
-
-Each layer of a computed prompt has arrays of its own. So a block is put together from hundreds of
-slices, and a device copies each by itself. Starting that takes the host longer than the copies take
-the device. So some neighbours are cut as if they were one block, which is then divided: by then it
-is few arrays (``RowCuts``).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +19,6 @@ from batchkv_cache_store.blocks.block import Block, Buffer, Kind, Tensor
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.lookup import Piece, Wanted
 from batchkv_worker.kv.layers.contract import LayerKind
-from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.types import Pieces
 from batchkv_worker.prefix.bundle import Bundle
 
@@ -39,7 +33,6 @@ _FORMATS: dict[str, tuple[mx.Dtype, Any]] = {
     "float32": (mx.float32, "f"),
 }
 _NAMES = {dtype: name for name, (dtype, _) in _FORMATS.items()}
-MOST_TOGETHER = 4  # blocks cut at once; until they are divided, their tokens are in memory twice
 
 
 class BlockLayout:
@@ -51,7 +44,7 @@ class BlockLayout:
     def __init__(self, kinds: Sequence[LayerKind]) -> None:
         self._places = [_kind_of(kind) for kind in kinds]
         self.kinds = [kind for kind in Kind if kind in self._places]
-        self.token_kinds = [kind for kind in self.kinds if kind is not Kind.STATE]
+        self.token_kinds = tuple(kind for kind in self.kinds if kind is not Kind.STATE)
         self.has_kv, self.has_state = Kind.KV in self.kinds, Kind.STATE in self.kinds
         self._layers = kinds
         self._templates: dict[Kind, Bundle] = {}
@@ -113,64 +106,6 @@ class BlockLayout:
         if given != _looks(template.arrays):
             raise ValueError(f"a block of other arrays than this model's: {given}")
         return template.with_arrays([_array(tensor) for tensor in block.tensors])
-
-
-class RowCuts:
-    """Cuts blocks of one row, its last block first, down to number ``first``.
-
-    ``index`` is the row's number among the prefill rows. Only layers that keep tokens are cut.
-    """
-
-    def __init__(self, layout: BlockLayout, prefill: PrefillRows, index: int, first: int) -> None:
-        self._layout, self._prefill, self._index = layout, prefill, index
-        self._first = first
-        self._found: dict[tuple[int, Kind], Bundle] = {}  # by block; cut, and not asked for yet
-
-    def block(
-        self, number: int, kinds: Sequence[Kind], is_next: Callable[[int], bool]
-    ) -> dict[Kind, Bundle]:
-        """A block's parts. ``is_next``: whether the same parts of a block are asked for next."""
-        if any((number, kind) not in self._found for kind in kinds):
-            low, least = number, max(self._first, number - MOST_TOGETHER + 1)
-            while low > least and is_next(low - 1):
-                low -= 1
-            self._cut(range(low, number + 1), kinds)
-        return {kind: self._found.pop((number, kind)) for kind in kinds}
-
-    def _cut(self, numbers: range, kinds: Sequence[Kind]) -> None:
-        low, high = numbers.start * BLOCK_TOKENS, numbers.stop * BLOCK_TOKENS
-        for kind, whole in self._sliced(low, high, kinds).items():
-            parts = _divided(whole, len(numbers)) if len(numbers) > 1 else [whole]
-            self._found |= {
-                (number, kind): part for number, part in zip(numbers, parts, strict=True)
-            }
-        _start(self._found.values())
-
-    def tokens(self, low: int, high: int) -> dict[Kind, Bundle]:
-        """Tokens [low, high) as a block of their own."""
-        parts = self._sliced(low, high, self._layout.token_kinds)
-        _start(parts.values())
-        return parts
-
-    def _sliced(self, low: int, high: int, kinds: Sequence[Kind]) -> dict[Kind, Bundle]:
-        pieces = self._prefill.block(self._index, low, high)
-        return {kind: self._layout.part(kind, pieces) for kind in kinds}
-
-
-def _divided(whole: Bundle, count: int) -> list[Bundle]:
-    """As many blocks, each copied out: a view would keep the others in memory."""
-    starts = range(0, count * BLOCK_TOKENS, BLOCK_TOKENS)
-    return [
-        whole.with_arrays(
-            [mx.contiguous(array[..., low : low + BLOCK_TOKENS, :]) for array in whole.arrays]
-        )
-        for low in starts
-    ]
-
-
-def _start(parts: Iterable[Bundle]) -> None:
-    """Start computing them: an unevaluated slice would keep the whole group's buffers alive."""
-    mx.async_eval([part.arrays for part in parts])
 
 
 def _kind_of(kind: LayerKind) -> Kind:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from batchkv_cache_store.blocks.block import Kind
+from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.types import Pieces
 
 PIECES_TOGETHER = 12  # of one shape: those of a few layers
@@ -54,6 +55,12 @@ class Bundle:
         other = Bundle([])
         other._places, other.arrays = self._places, list(arrays)
         return other
+
+    def after(self, num_tokens: int) -> Bundle:
+        """Without its first tokens, as views; itself, if that leaves out none."""
+        if not num_tokens:
+            return self
+        return self.with_arrays([array[..., num_tokens:, :] for array in self.arrays])
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +130,19 @@ class Joined:
             return mx.concatenate([lines[key] for key in order], axis=1)
         (line,) = lines.values()
         return mx.broadcast_to(line, (line.shape[0], len(order), *line.shape[2:]))
+
+
+def parts_after(num_tokens: int, chains: Sequence[Sequence[HeldBlock]]) -> list[list[Bundle]]:
+    """What keeps all tokens of chains of blocks, from a token on; equal parts are one object."""
+    number, skipped = divmod(num_tokens, BLOCK_TOKENS)
+    cut: dict[int, Bundle] = {}
+    found = []
+    for chain in chains:
+        first, *rest = (block.parts[Kind.KV] for block in chain[number:])
+        if id(first) not in cut:
+            cut[id(first)] = first.after(skipped)
+        found.append([cut[id(first)], *rest])
+    return found
 
 
 def block_pieces(block: HeldBlock, kind: Kind, layer: int) -> Pieces:

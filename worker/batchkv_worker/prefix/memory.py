@@ -25,21 +25,19 @@ import mlx.core as mx
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, own_root, root_key
 from batchkv_cache_store.uses import EvictionOrder
-from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.contract import LayerKind
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
-from batchkv_worker.prefix.block_layout import BlockLayout, RowCuts
+from batchkv_worker.prefix.block_layout import BlockLayout
 from batchkv_worker.prefix.bundle import (
     ALL_PIECES,
     EMPTY_BYTES,
     Bundle,
     HeldBlock,
     Joined,
-    assemble,
-    block_pieces,
 )
+from batchkv_worker.prefix.cuts import GroupCuts, Kinds, Run, runs_of
 from batchkv_worker.prefix.partial_blocks import (
     PARTIAL_TOKENS,
     PartialBlocks,
@@ -61,8 +59,7 @@ class PrefixCache:
 
     ``max_blocks``: the longest chain that fits, with its state at the end; 0: nothing is kept.
     ``root``: the key before the first block. ``on_new``: called with new parts, to share them.
-    ``on_used``: called with the parts of blocks that a row goes on from. ``shares_partial``:
-    whether rows take the beginnings of blocks, too; never where the model has states.
+    ``on_used``: called with the parts of blocks that a row goes on from.
     """
 
     on_used: OnNew | None = None
@@ -74,7 +71,6 @@ class PrefixCache:
         kinds: Items[LayerKind],
         root: bytes = LOCAL_ROOT,
         on_new: OnNew | None = None,
-        shares_partial: bool = True,
     ) -> None:
         self.block_bytes = max(costs.per_new_token * BLOCK_TOKENS, EMPTY_BYTES)
         self.max_blocks = max(0, max_bytes - costs.per_row) // self.block_bytes
@@ -84,10 +80,10 @@ class PrefixCache:
         self.version = 0  # changes whenever a block comes or goes
         self.block_layout = BlockLayout(kinds)
         layout = self.block_layout
-        self._shares_partial = shares_partial and layout.has_kv and not layout.has_state
+        self._shares_partial = layout.has_kv and not layout.has_state
         self._root = root
         self._on_new = on_new
-        self._kinds = kinds
+        self.kinds = kinds
         self._blocks, self.eviction = dict[bytes, HeldBlock](), EvictionOrder[bytes]()
         self._partial = PartialBlocks()
 
@@ -136,8 +132,7 @@ class PrefixCache:
     def num_cached(self, row: Sequence) -> int:
         """Tokens of the row's longest prefix that is here with all parts at its end."""
         if row.parked:
-            shared = row.block_keys[: row.num_shared // BLOCK_TOKENS]
-            if row.parked in self._blocks and self.has_pieces(shared):
+            if row.parked in self._blocks and self._held_up_to(row, row.num_shared) is not None:
                 return row.num_prefill
             self.forget(row.parked)
             row.unpark()
@@ -162,61 +157,37 @@ class PrefixCache:
         block = self._blocks.get(key)
         return None if block is None else block.parts
 
-    def has_pieces(self, keys: Items[bytes]) -> bool:
-        """Whether ``prefix_pieces`` finds every block."""
-        return all(Kind.KV in (self._parts(key) or ()) for key in keys)
-
-    def prefix_pieces(self, keys: Items[bytes]) -> dict[int, Pieces] | None:
-        """The blocks of a chain as one, of each layer that keeps every token; None if one lacks."""
-        if not self.has_pieces(keys):
+    def prefix_pieces(self, row: Sequence, start: int, end: int) -> dict[int, Pieces] | None:
+        """A row's tokens [start, end), of each layer that keeps every token; None if some lack."""
+        blocks = self._held_up_to(row, end, start // BLOCK_TOKENS)
+        if blocks is None:
             return None
+        parts = [block.parts[Kind.KV] for block in blocks]
+        parts[0] = parts[0].after(start % BLOCK_TOKENS)
         # A shared prefix keeps all its layers, so they may be parts of a few large arrays.
-        together = Joined([[self._blocks[key].parts[Kind.KV] for key in keys]], ALL_PIECES)
+        together = Joined([parts], ALL_PIECES)
         return {
             index: together.layer(index)
-            for index, kind in enumerate(self._kinds)
+            for index, kind in enumerate(self.kinds)
             if kind.window is None and not kind.has_state
         }
 
-    def fill(
-        self, rows: Items[Sequence], prefill: PrefillRows, shared: SharedPrefix | None = None
-    ) -> None:
-        """Give new prefill rows their common number of cached tokens, the first ones ``shared``."""
-        end = rows[0].num_cached
-        if not end:
-            return
-        blocks = self._blocks_up_to(end, rows)
-        count = len(blocks[0])
-        all_tokens: dict[int, Joined] = {}  # by the first block
-        for index, (layer, kind) in enumerate(zip(prefill.layers, self._kinds, strict=True)):
-            if kind.has_state:
-                lines = [block_pieces(chained[-1], Kind.STATE, index) for chained in blocks]
-                layer.restore(assemble(lines, 0), end, end)
-                continue
-            # A window needs only the blocks that its next token still sees.
-            seen = 0 if kind.window is None else max(0, end - kind.window + 1)
-            first = min(seen // BLOCK_TOKENS, count - 1)
-            if shared is not None and kind.window is None:
-                # Without it the fused kernel serves, which a long rest of a prompt needs more.
-                if 2 * shared.num_tokens >= prefill.capacity:
-                    layer.share([one.packed[index] for one in shared.chain], shared.num_tokens)
-                    first = shared.num_tokens // BLOCK_TOKENS
-                if first == count:
-                    continue
-            if kind.window is None:
-                if first not in all_tokens:
-                    all_tokens[first] = Joined(
-                        [[block.parts[Kind.KV] for block in chained[first:]] for chained in blocks]
-                    )
-                layer.restore(all_tokens[first].layer(index), first * BLOCK_TOKENS, end)
-                continue
-            lines = [
-                assemble([block_pieces(block, Kind.WINDOW, index) for block in chained[first:]], -2)
-                for chained in blocks
-            ]
-            layer.restore(assemble(lines, 0), first * BLOCK_TOKENS, end)
+    def _held_up_to(self, row: Sequence, end: int, first: int = 0) -> list[HeldBlock] | None:
+        """Blocks with a row's first ``end`` tokens, from ``first`` on; None if some lack."""
+        count, num_partial = divmod(end, BLOCK_TOKENS)
+        keys = row.block_keys[first:count]
+        if not all(Kind.KV in (self._parts(key) or ()) for key in keys):
+            return None
+        found = [self._blocks[key] for key in keys]
+        if num_partial:
+            key = within(row.partial_keys, count)[num_partial // PARTIAL_TOKENS - 1]
+            source = self._partial.source(key)
+            if source is None:
+                return None
+            found.append(self._blocks[source].beginning(num_partial))
+        return found
 
-    def _blocks_up_to(self, end: int, rows: Items[Sequence]) -> list[list[HeldBlock]]:
+    def blocks_up_to(self, end: int, rows: Items[Sequence]) -> list[list[HeldBlock]]:
         """The chain of each row, with the partial block after it; equal ones are one object."""
         count, num_partial = divmod(end, BLOCK_TOKENS)
         cut: dict[bytes, HeldBlock] = {}
@@ -253,13 +224,15 @@ class PrefixCache:
 
         Tails are stored before heads, so that they are also evicted first.
         """
+        runs = [self._runs(row, start, end) for row in rows]
+        cuts = GroupCuts(self.block_layout, prefill, runs)
         for index, row in enumerate(rows):
             keys = row.block_keys[: end // BLOCK_TOKENS]
-            cuts = RowCuts(self.block_layout, prefill, index, start // BLOCK_TOKENS)
             for number in reversed(range(start // BLOCK_TOKENS, len(keys))):
-                parts = self._computed(cuts, keys, number)
+                low, high = number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS
+                parts = cuts.tokens(index, low, high, self._lacking(keys[number]))
                 # States exist where a chunk ended, if the row had tokens up to there.
-                if (number + 1) * BLOCK_TOKENS == end and end in row.state_stops:
+                if high == end and end in row.state_stops:
                     parts |= self._state(prefill, index, keys[number])
                 if parts or keys[number] not in self._blocks:
                     self._insert(keys[number], parts, row.is_converted)
@@ -270,31 +243,36 @@ class PrefixCache:
             self._touch(keys)
             if not row.unqueued:  # else its other choices need them
                 self.eviction.demote(keys[self._num_wanted(row) :])
-            self._publish_partial(row, prefill, index, start, end)
+            if partial := self._new_partial(row, start, end):
+                low = len(row.block_keys) * BLOCK_TOKENS
+                high = low + len(partial) * PARTIAL_TOKENS
+                parts = cuts.tokens(index, low, high, self.block_layout.token_kinds)
+                self._insert(partial[-1], parts, row.is_converted)
+                self._note_partial(partial[-1], partial)
+
+    def _runs(self, row: Sequence, start: int, end: int) -> list[Run]:
+        """What the chunk [start, end) completes of a row and is not here yet."""
+        first = start // BLOCK_TOKENS
+        wanted = [self._lacking(key) for key in row.block_keys[first : end // BLOCK_TOKENS]]
+        num_after = len(self._new_partial(row, start, end)) * PARTIAL_TOKENS
+        return runs_of(first, wanted, num_after, self.block_layout.token_kinds)
 
     def _num_wanted(self, row: Sequence) -> int:
         """Blocks that another row begins with, the one included of which it needs the beginning."""
         common = row.num_common_blocks
         return common + any(map(self.eviction.remaining, within(row.partial_keys, common)))
 
-    def _publish_partial(
-        self, row: Sequence, prefill: PrefillRows, index: int, start: int, end: int
-    ) -> None:
-        """Store the tokens after a row's last full block, as far as waiting rows begin with them.
+    def _new_partial(self, row: Sequence, start: int, end: int) -> Items[bytes]:
+        """Partial keys of what is to be stored after a row's last full block; mostly none.
 
-        Nobody else keeps them: of full blocks all are stored.
+        Nobody else keeps those tokens. They are stored as far as waiting rows begin with them.
         """
-        number = len(row.block_keys)
-        low, wanted = number * BLOCK_TOKENS, within(row.partial_keys, number)
-        while wanted and not self.eviction.remaining(wanted[-1]):
-            wanted = wanted[:-1]
-        high = low + len(wanted) * PARTIAL_TOKENS
+        wanted = within(row.partial_keys, len(row.block_keys))
+        while wanted and not (row.unqueued or self.eviction.remaining(wanted[-1])):
+            wanted = wanted[:-1]  # other choices of the row need all of them
+        high = len(row.block_keys) * BLOCK_TOKENS + len(wanted) * PARTIAL_TOKENS
         is_new = bool(wanted) and self._partial.source(wanted[-1]) is None
-        if not is_new or not start < high <= end:
-            return
-        parts = RowCuts(self.block_layout, prefill, index, number).tokens(low, high)
-        self._insert(wanted[-1], parts, row.is_converted)
-        self._note_partial(wanted[-1], wanted)
+        return wanted if is_new and start < high <= end else ()
 
     def _note_partial(self, key: bytes, keys: Items[bytes]) -> None:
         """A block begins with these partial blocks, if it has every layer that keeps tokens."""
@@ -338,29 +316,22 @@ class PrefixCache:
         if parts is None:
             return None
         self._touch([key])
-        pieces = map(parts[Kind.KV].layer, range(len(self._kinds)))
+        pieces = map(parts[Kind.KV].layer, range(len(self.kinds)))
         return [found or () for found in pieces]
 
     def forget(self, key: bytes) -> None:
         """Drop a parked row, if it is here."""
-        if (block := self._blocks.pop(key, None)) is not None:
-            self.num_bytes -= block.num_bytes
+        block = self._blocks.pop(key, None)
+        self.num_bytes -= block.num_bytes if block is not None else 0
         self.eviction.forget(key)
 
     def _touch(self, keys: Items[bytes]) -> None:
         self.eviction.touch([key for key in keys if key in self._blocks])
 
-    def _computed(self, cuts: RowCuts, keys: Items[bytes], number: int) -> dict[Kind, Bundle]:
-        """Parts of a block that are not known and, but for states, that its row has computed."""
-        kinds = self._lacking(keys[number])
-        if not kinds:
-            return {}
-        return cuts.block(number, kinds, lambda other: self._lacking(keys[other]) == kinds)
-
-    def _lacking(self, key: bytes) -> list[Kind]:
+    def _lacking(self, key: bytes) -> Kinds:
         """The kinds of layers that keep tokens, of which no part of the block is here."""
         known = self._parts(key) or ()
-        return [kind for kind in self.block_layout.token_kinds if kind not in known]
+        return tuple(kind for kind in self.block_layout.token_kinds if kind not in known)
 
     def _state(self, prefill: PrefillRows, index: int, key: bytes) -> dict[Kind, Bundle]:
         """A row's states as they are now, unless those of this block are known."""

@@ -43,7 +43,7 @@ def test_a_group_behind_a_shared_prefix_counts_its_own_tokens_and_the_prefix_onc
     budget = Budget(256, 10_000, Costs(2, extra_per_shared=4, largest=1))
     memory = Memory(SlotLayouts(4), budget)
     rows = [Sequence(name, [1] * 601, Generation(5)) for name in "ab"]
-    group = PrefillGroup(rows, split_points=(1, 2))
+    group = PrefillGroup(rows, split_points=(256, 512))
     own = budget.prefill_bytes(group.demands)
     assert memory.snapshot(group).prefill == own == 2 * (600 - 512) * 3
     group.share(PrefixPart(b"ab", 512, PrefixPart(b"a", 256, None)))

@@ -16,6 +16,7 @@ from batchkv_worker.engine.schedule.prefix_split import (
     PrefixCosts,
     SplitPoints,
     choose_split_points,
+    num_shared,
 )
 from batchkv_worker.engine.schedule.scheduler import Budget, Scheduler
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
@@ -144,9 +145,14 @@ def keyed(name: str, keys: str, own: int = 9) -> Sequence:
     return found
 
 
+def tokens(*blocks: int) -> SplitPoints:
+    """The ends of shared prefixes that have so many blocks."""
+    return tuple(256 * count for count in blocks)
+
+
 def depth(plan: Scheduler, row: Sequence, num_cached: int) -> int:
     """Blocks of the row in shared prefixes."""
-    return max(plan.split_points(row, num_cached), default=0)
+    return num_shared(plan.split_points(row, num_cached)) // 256
 
 
 def behind(plan: Scheduler, keys: str, *cuts: int) -> PrefixPart:
@@ -172,7 +178,7 @@ def test_few_rows_share_nothing() -> None:
                 plan.add(one)
             group = plan.next_group()
             assert group is not None and len(group.rows) == count
-            assert group.num_shared_blocks == (2 if shares and count >= 4 else 0)
+            assert group.num_shared == (512 if shares and count >= 4 else 0)
 
 
 def test_rows_that_left_do_not_count() -> None:
@@ -213,12 +219,12 @@ def test_a_row_keeps_a_token_of_its_own() -> None:
         plan.add(one)
     assert [depth(plan, one, 512) for one in rows] == [1, 1, 2, 2, 2, 2]
     group = plan.next_group()
-    assert group is not None and group.num_shared_blocks == 1 and len(group.rows) == 6
+    assert group is not None and group.num_shared == 1 * 256 and len(group.rows) == 6
     for one in plan.abandon_group():
         one.recompute(was_alone=False)
     plan.requeue(reversed(rows))
     group = plan.next_group()
-    assert group is not None and group.num_shared_blocks == 2 and len(group.rows) == 4
+    assert group is not None and group.num_shared == 2 * 256 and len(group.rows) == 4
 
 
 def test_a_prefix_that_is_there_is_taken() -> None:
@@ -245,14 +251,16 @@ def test_prefixes_grow_on_prefixes() -> None:
     rest = [keyed(f"s{number}", "axyz"[: 1 + number % 4]) for number in range(6)]
     for one in (*deep, *rest):
         plan.add(one)
-    assert plan.split_points(deep[0], 10**6) == (1, 4)  # 9 * 1 and 3 * 3
-    assert plan.split_points(rest[3], 10**6) == (1, 2)  # 3 * 1: what it stands on is read for all
-    assert plan.split_points(deep[0], 600) == (1, 2)  # 3 * 1 more
+    assert plan.split_points(deep[0], 10**6) == tokens(1, 4)  # 9 * 1 and 3 * 3
+    assert plan.split_points(rest[3], 10**6) == tokens(
+        1, 2
+    )  # 3 * 1: what it stands on is read for all
+    assert plan.split_points(deep[0], 600) == tokens(1, 2)  # 3 * 1 more
     assert sharing(most=0).split_points(deep[0], 10**6) == ()
     dear = sharing(prefix_cost=9 * 256)
     for one in (*deep, *rest):
         dear.add(one)
-    assert dear.split_points(deep[0], 10**6) == (4,)  # 3 * 4 at once
+    assert dear.split_points(deep[0], 10**6) == tokens(4)  # 3 * 4 at once
 
 
 def test_what_is_held_is_grown_on() -> None:
@@ -262,14 +270,16 @@ def test_what_is_held_is_grown_on() -> None:
     assert [part.key for part in leaf.chain] == [b"a", b"abc"]
     lonely = keyed("x", "abcdefg")
     plan.add(lonely)
-    assert plan.split_points(lonely, 10**6) == (1, 3)
-    assert plan.split_points(keyed("y", "aq"), 10**6) == (1,)
-    assert plan.split_points(keyed("z", "ab"), 10**6) == (1,)  # the second block stands inside one
+    assert plan.split_points(lonely, 10**6) == tokens(1, 3)
+    assert plan.split_points(keyed("y", "aq"), 10**6) == tokens(1)
+    assert plan.split_points(keyed("z", "ab"), 10**6) == tokens(
+        1
+    )  # the second block stands inside one
     for number in range(2):
         plan.add(keyed(str(number), "abcdefg"))
-    assert plan.split_points(lonely, 10**6) == (1, 3, 7)
+    assert plan.split_points(lonely, 10**6) == tokens(1, 3, 7)
     computed = PrefixPart(b"abcd", 4 * 256, leaf)  # that no row in a slot has yet
-    assert plan.split_points(lonely, 10**6, computed) == (1, 3, 4, 7)
+    assert plan.split_points(lonely, 10**6, computed) == tokens(1, 3, 4, 7)
     behind(plan, "abcdefg", 1, 3)
     assert len(plan.layouts.all_prefixes) == 3
 
@@ -282,7 +292,8 @@ def test_a_chain_has_so_many_prefixes_at_most() -> None:
                 plan.add(keyed(f"{depth} {number}", "abcd"[:depth]))
         cuts = plan.split_points(keyed("x", "abcde"), 10**6)
         assert len(cuts) == most
-        behind(plan, "abcd"[: cuts[-1]], *cuts[:-1])
+        *inner, last = (cut // 256 for cut in cuts)
+        behind(plan, "abcd"[:last], *inner)
         assert plan.split_points(keyed("x", "abcde"), 10**6) == cuts
 
 
@@ -294,7 +305,7 @@ def worth(
     for low, high in pairwise((0, *cuts)):
         if high in held:
             continue
-        cells = (wanted[high - 1] - 1) * (high - low) * 256
+        cells = (wanted[high // 256 - 1] - 1) * (high - low)
         cost = costs.another if low else costs.first
         if cells < max(1, cost):
             return None
@@ -308,10 +319,10 @@ def test_of_all_ways_to_cut_the_best_is_taken() -> None:
     for _ in range(300):
         wanted = sorted((rng.randrange(1, 9) for _ in range(rng.randrange(8))), reverse=True)
         costs = PrefixCosts(rng.randrange(2000), rng.randrange(2000), rng.randrange(1, 4))
-        held = (1,) if wanted and rng.random() < 0.3 else ()
+        held = tokens(1) if wanted and rng.random() < 0.3 else ()
         ends = range(len(held) + 1, len(wanted) + 1)
         ways = [
-            (*held, *cuts)
+            (*held, *tokens(*cuts))
             for count in range(costs.most - len(held) + 1)
             for cuts in combinations(ends, count)
         ]
@@ -320,7 +331,7 @@ def test_of_all_ways_to_cut_the_best_is_taken() -> None:
             for value in (worth(cuts, wanted, held, costs) for cuts in ways)
             if value is not None
         )
-        assert worth(choose_split_points(wanted, held, costs), wanted, held, costs) == best, (
+        assert worth(choose_split_points(wanted, 256, held, costs), wanted, held, costs) == best, (
             wanted,
             held,
             costs,
@@ -329,9 +340,9 @@ def test_of_all_ways_to_cut_the_best_is_taken() -> None:
 
 def test_only_the_places_where_rows_part_are_tried() -> None:
     """A long prompt is cut in no time: 2,000 blocks, parted at each."""
-    cuts = choose_split_points(range(4000, 2000, -1), (), PrefixCosts(1000, 1000, 4))
+    cuts = choose_split_points(range(4000, 2000, -1), 256, (), PrefixCosts(1000, 1000, 4))
     assert 1 <= len(cuts) <= 4
-    assert choose_split_points([5] * 2000, (), PrefixCosts(1000, 1000, 4)) == (2000,)
+    assert choose_split_points([5] * 2000, 256, (), PrefixCosts(1000, 1000, 4)) == tokens(2000)
 
 
 def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
@@ -343,7 +354,7 @@ def test_a_parked_row_comes_back_behind_as_many_tokens() -> None:
         plan.add(one)
         group = plan.next_group()
         assert group is not None
-        assert (group.split_points, group.num_shared_blocks) == (cuts, shared)
+        assert (group.split_points, group.num_shared) == (tokens(*cuts), 256 * shared)
         plan.abandon_group()
 
 
@@ -356,7 +367,7 @@ def test_rows_of_another_prefix_are_not_in_the_group() -> None:
         plan.add(keyed(f"c{number}", "aqq"))
     seen = []
     while (group := plan.next_group()) is not None:
-        assert group.num_shared_blocks == 3
+        assert group.num_shared == 3 * 256
         seen.append("".join(sorted(one.job_id for one in group.rows)))
         plan.abandon_group()
     assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
@@ -412,7 +423,7 @@ def test_a_groups_prefix_counts_while_its_prompts_are_computed() -> None:
     for number in range(4):
         plan.add(keyed(str(number), "abcd"))
     group = plan.next_group()
-    assert group is not None and group.num_shared_blocks == 4
+    assert group is not None and group.num_shared == 4 * 256
     before = plan.memory.snapshot(group).prefill
     root = PrefixPart(b"ab", 2 * 256)
     group.share(PrefixPart(b"abcd", 4 * 256, root))

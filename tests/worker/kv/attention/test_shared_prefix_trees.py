@@ -35,7 +35,7 @@ def tree() -> dict[str, list[int]]:
     found = {}
     for n in range(7):
         found[f"everyone {n}"] = everyone + random_prompt(10 + n, 3 + 11 * n)
-        found[f"first {n}"] = tasks[0] + random_prompt(20 + n, 1 + 7 * n)
+        found[f"first {n}"] = tasks[0] + random_prompt(20 + n, 2 + 7 * n)
         found[f"second {n}"] = tasks[1] + random_prompt(30 + n, 9 + n)
         found[f"example {n}"] = examples + random_prompt(40 + n, 2 + 5 * n)
     found["exact"] = examples  # its last token is fed by the first step

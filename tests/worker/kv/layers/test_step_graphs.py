@@ -119,7 +119,7 @@ def test_a_graph_holds_no_prefix() -> None:
     held = [weakref.ref(prefix) for prefix in {*layouts.prefixes.values()}]
     assert held and graphs_of(crowd).num_replayed
     while layouts.prefixes:
-        assert graphs_of(crowd)._graph is not None
+        assert graphs_of(crowd)._graphs
         crowd.step()
     crowd.engine._read_in_flight()
     gc.collect()

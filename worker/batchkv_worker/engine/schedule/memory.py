@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.engine.schedule.admission import Budget
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
@@ -67,8 +66,7 @@ class Memory:
         if group is None:
             return self._aside_bytes
         new = self._layouts.bytes_of_new(self.budget.costs, group.shared_prefix)
-        shared = group.num_shared_blocks * BLOCK_TOKENS
-        own = self.budget.group_bytes(len(group.rows), group.width, shared)
+        own = self.budget.group_bytes(len(group.rows), group.width, group.num_shared)
         return own + new + self._aside_bytes
 
     # -- which rows fit
@@ -84,7 +82,7 @@ class Memory:
         """Whether these rows fit together with those in the slots, for ``ahead`` more tokens.
 
         The arrays of their prefill exist until the rows have moved into the slots, and the slots
-        may grow meanwhile. ``shared_keys`` are the blocks that the rows share. ``ahead`` None: all
+        may grow meanwhile. ``shared_keys`` are of the prefix that they share. ``ahead`` None: all
         tokens that may still come.
         """
         costs = self.budget.costs
@@ -93,13 +91,17 @@ class Memory:
         return held <= self.budget.memory_bytes
 
     def fits_shared_prefix(
-        self, keys: list[bytes], computed_after: PrefixPart | None, group: PrefillGroup
+        self,
+        num_tokens: int,
+        keys: list[bytes],
+        computed_after: PrefixPart | None,
+        group: PrefillGroup,
     ) -> bool:
-        """Whether a shared prefix of these blocks fits together with all bytes in use.
+        """Whether a shared prefix with these keys fits together with all bytes in use.
 
         Its tokens that rows in slots read already, or that are in ``computed_after``, do not count.
         """
-        new = len(keys) * BLOCK_TOKENS - self._layouts.tokens_held(keys, computed_after)
+        new = num_tokens - self._layouts.tokens_held(keys, computed_after)
         wanted = new * self.budget.costs.per_prefix_token
         return wanted + self.snapshot(group).total <= self.budget.memory_bytes
 

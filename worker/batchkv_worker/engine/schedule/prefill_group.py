@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchkv_cache_store.keys import BLOCK_TOKENS
-from batchkv_worker.engine.schedule.prefix_split import SplitPoints, num_blocks
+from batchkv_worker.engine.schedule.prefix_split import SplitPoints, keys_of, num_shared
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.sequence import Sequence
@@ -46,18 +45,18 @@ class PrefillGroup:
     @property
     def demands(self) -> list[Demand]:
         """The columns that its rows need; cancelled rows too, since they are computed as well."""
-        shared = self.num_shared_blocks * BLOCK_TOKENS
+        shared = self.num_shared
         return [Demand(row.num_prefill, row.num_remaining, shared) for row in self.rows]
 
     @property
     def shared_keys(self) -> list[bytes]:
-        """Keys of the blocks in the shared prefix."""
-        return self.rows[0].block_keys[: self.num_shared_blocks]
+        """Keys of the places within the shared prefix where one may end."""
+        return keys_of(self.rows[0], self.num_shared)
 
     @property
-    def num_shared_blocks(self) -> int:
-        """Blocks in the shared prefix."""
-        return num_blocks(self.split_points)
+    def num_shared(self) -> int:
+        """Tokens in the shared prefix."""
+        return num_shared(self.split_points)
 
     def chunk_end(self, chunk_tokens: int, width: int) -> int:
         """Where the next chunk ends, in tokens: not after a point where states are kept."""

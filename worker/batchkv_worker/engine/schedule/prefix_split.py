@@ -6,16 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.prefix.partial_blocks import PARTIAL_TOKENS
+from batchkv_worker.sequence import Sequence as Row
 
 MAX_PARTS = 4  # shared prefixes in the chain that one row reads
 MAX_PLACES = 16  # split points that are tried: those at which most rows differ
 
-SplitPoints = tuple[int, ...]  # blocks up to the end of each part of a chain, ascending
+SplitPoints = tuple[int, ...]  # tokens up to the end of each part of a chain, ascending
 
 
-def num_blocks(points: SplitPoints) -> int:
-    """Blocks in shared prefixes."""
+def num_shared(points: SplitPoints) -> int:
+    """Tokens in shared prefixes."""
     return points[-1] if points else 0
+
+
+def unit_of(row: Row) -> int:
+    """A row's shared prefixes end after a multiple of so many tokens."""
+    return PARTIAL_TOKENS if row.partial_keys else BLOCK_TOKENS
+
+
+def keys_of(row: Row, num_tokens: int) -> list[bytes]:
+    """The key of each place within these tokens where a shared prefix may end, ascending."""
+    keys = row.partial_keys or row.block_keys
+    return keys[: num_tokens // unit_of(row)]
+
+
+def key_at(row: Row, num_tokens: int) -> bytes | None:
+    """The key of a row's first tokens, as many as a shared prefix may have; None: it has none."""
+    keys, number = row.partial_keys or row.block_keys, num_tokens // unit_of(row)
+    return keys[number - 1] if 0 < number <= len(keys) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +51,21 @@ class PrefixCosts:
 
 
 def choose_split_points(
-    wanted: Sequence[int], held: SplitPoints, costs: PrefixCosts
+    wanted: Sequence[int], unit: int, held: SplitPoints, costs: PrefixCosts
 ) -> SplitPoints:
     """Where the shared prefixes of a prompt end; the result begins with ``held``, those in use.
 
-    ``wanted``: for each block, the number of waiting rows with it. A shared prefix saves its cells
-    once for every row but one. Each new one must save more than it costs. Among all such choices
-    the one that saves most cells is returned.
+    ``wanted``: how many waiting rows begin with ``unit`` of its tokens, with twice as many, and so
+    on. A shared prefix saves its cells once for every row but one. Each new one must save more than
+    it costs. Among all such choices the one that saves most cells is returned.
     """
     # For each end and number of points, the best choice of points and the cells that it saves.
     best: list[tuple[int, SplitPoints]] = [(0, held)]
-    for end in _places(wanted, num_blocks(held)):
+    for number in _places(wanted, num_shared(held) // unit):
+        end = number * unit
         found: dict[int, tuple[int, SplitPoints]] = {}
         for saved, points in best:
-            cells = (wanted[end - 1] - 1) * (end - num_blocks(points)) * BLOCK_TOKENS
+            cells = (wanted[number - 1] - 1) * (end - num_shared(points))
             cost = costs.another if points else costs.first
             if cells >= max(1, cost) and len(points) < costs.most:
                 way = saved + cells - cost, (*points, end)
@@ -55,7 +75,7 @@ def choose_split_points(
 
 
 def _places(wanted: Sequence[int], held: int) -> list[int]:
-    """Blocks after which rows differ, ascending; a prefix that ends elsewhere is never better.
+    """Units after which rows differ, ascending; a prefix that ends elsewhere is never better.
 
     At most MAX_PLACES of them: those where most tokens differ.
     """

@@ -24,7 +24,10 @@ from batchkv_worker.engine.schedule.prefix_split import (
     PrefixCosts,
     SplitPoints,
     choose_split_points,
-    num_blocks,
+    key_at,
+    keys_of,
+    num_shared,
+    unit_of,
 )
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.layouts import SlotLayouts
@@ -315,17 +318,17 @@ class Scheduler:
             return alike, self._points_of_parked(window[0])
         cached, goal = window[0].num_cached, window[0].num_prefill
         points = self.split_points(window[0], window[0].num_cached)
-        num_shared_blocks = num_blocks(points)
-        last = window[0].block_keys[:num_shared_blocks][-1:]
+        shared = num_shared(points)
+        last = key_at(window[0], shared)
         window = [
             row
             for row in window
             if row.num_cached // BLOCK_TOKENS == cached // BLOCK_TOKENS
             and not row.parked
-            and row.block_keys[:num_shared_blocks][-1:] == last
+            and key_at(row, shared) == last
         ]
-        if num_shared_blocks:  # a row needs a token of its own
-            window = [row for row in window if row.num_prefill > num_shared_blocks * BLOCK_TOKENS]
+        if shared:  # a row needs a token of its own
+            window = [row for row in window if row.num_prefill > shared]
         if not self._ragged:
             window = [row for row in window if row.num_prefill == goal]
         return most_alike(window, left), points
@@ -340,25 +343,24 @@ class Scheduler:
         """
         if not self._shares:
             return ()
-        most = min(num_cached, row.num_prefill - 1) // BLOCK_TOKENS
-        keys = row.block_keys[:most]
+        keys = keys_of(row, min(num_cached, row.num_prefill - 1))
         held = self._held_points(keys, computed_after)
         # The other choices of a row are queued once its prompt is computed.
         wanted = [self._uses.remaining(key) + len(row.unqueued) for key in keys]
-        return choose_split_points(wanted, held, self._prefix_costs)
+        return choose_split_points(wanted, unit_of(row), held, self._prefix_costs)
 
     def _held_points(
         self, keys: list[bytes], computed_after: PrefixPart | None = None
     ) -> SplitPoints:
-        """Where the longest chain of shared prefixes in use ends that these blocks begin with."""
+        """Where the longest chain of shared prefixes in use ends that has one of these keys."""
         held = self.layouts.prefixes_with(computed_after)
         last = next((held[key] for key in reversed(keys) if key in held), None)
-        return tuple(one.num_tokens // BLOCK_TOKENS for one in last.chain) if last else ()
+        return tuple(one.num_tokens for one in last.chain) if last else ()
 
     def _points_of_parked(self, row: Sequence) -> SplitPoints:
         """Split points of a parked row: it shares as many tokens as when it left its slot."""
-        depth = row.num_shared // BLOCK_TOKENS
-        held = self._held_points(row.block_keys[:depth])
+        depth = row.num_shared
+        held = self._held_points(keys_of(row, depth))
         return held if depth in (0, *held) else (*held, depth)
 
     def _stops(self, row: Sequence) -> frozenset[int]:

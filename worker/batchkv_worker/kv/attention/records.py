@@ -92,6 +92,17 @@ def place_rows(
     return kernels_of(layer).place_rows(_array_of(places), *parts, len(places), columns)
 
 
+def of_prefix(layer: LayerAttention, keys: Parts, values: Parts) -> mx.array:
+    """Records ``[1, kv heads, tokens, words]`` of a shared prefix: one kernel, where there is one.
+
+    Put together part by part they are the same, and take ten kernels.
+    """
+    if min(part.size for part in (*keys, *values)) < LEAST_NUMBERS:
+        return join(layer, keys, values)
+    tokens = keys[0].shape[-2]
+    return place_rows(layer, ((0, 0, tokens, 0),), keys, values, tokens)
+
+
 @lru_cache(maxsize=8)
 def _array_of(places: tuple[tuple[int, ...], ...]) -> mx.array:
     """The same array for all layers, with rows that are not read if there are few."""

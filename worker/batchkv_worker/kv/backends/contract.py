@@ -187,11 +187,10 @@ class Backend(Protocol):
         """Whether each layer of a decode step is started when it is built, not the whole step."""
 
     @property
-    def shares_partial(self) -> bool:
-        """Whether prompts that part within a block share its beginning.
+    def most_joined(self) -> int:
+        """Numbers of keys and values that a chunk and the prefix before it may have in one piece.
 
-        Fewer tokens are computed, in chunks of more rows. That is faster where arithmetic limits
-        prompts.
+        Two bytes each in half precision. More are attended to a few rows at a time.
         """
 
     @property

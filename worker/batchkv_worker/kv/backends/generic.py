@@ -40,9 +40,9 @@ class GenericBackend:
     has_fused_attention: bool = True
     starts_each_layer: bool = False
     launches_beside: bool = False
-    shares_partial: bool = True
     writes_rows_at_once: bool = False
     copies_values: bool = False
+    most_joined: int = 2**26
     replays_steps: bool = False
     spreads_codes: bool = True
     usual_chunk: int = 1024

@@ -103,8 +103,15 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         start = prefix_tokens if self._window is None else max(0, length - self._window + 1)
         return self._cut(index, count, start, length)
 
-    def block(self, index: int, start: int, end: int) -> Pieces:
-        return self._cut(index, 1, start, end)
+    def block(self, index: int, start: int, end: int, count: int = 1) -> Pieces:
+        if start >= self.base or not self._shared:
+            return self._cut(index, count, start, end)
+        own = self._cut(index, count, self.base, end)  # a shared prefix has the block's beginning
+        both = zip(_last_columns(self._shared, self.base - start), own, strict=True)
+        return tuple(
+            mx.concatenate([mx.broadcast_to(before, (count, *before.shape[1:])), part], axis=-2)
+            for before, part in both
+        )
 
     def _cut(self, index: int, count: int, start: int, end: int) -> Pieces:
         if not self.base <= start <= end <= self.offset:
@@ -251,6 +258,19 @@ def _widened(part: mx.array | None, like: mx.array, columns: int, used: int) -> 
         return mx.zeros((*like.shape[:-2], columns, like.shape[-1]), like.dtype)
     rest = mx.zeros((*part.shape[:-2], columns - used, part.shape[-1]), part.dtype)
     return mx.concatenate([part[..., :used, :], rest], axis=-2)
+
+
+def _last_columns(prefixes: Sequence[PackedKV], count: int) -> Pieces:
+    """The last tokens of a chain of prefixes, ``[1, heads, count, part size]``."""
+    lines: list[Pieces] = []
+    for keys, values in reversed(prefixes):
+        columns = keys[0].shape[-2]
+        low = max(0, columns - count)
+        lines.insert(0, tuple(part[..., low:, :] for part in (*keys, *values)))
+        count -= columns - low
+        if not count:
+            break
+    return tuple(mx.concatenate(parts, axis=-2) for parts in zip(*lines, strict=True))
 
 
 def _columns(parts: Sequence[mx.array], end: int) -> Parts:

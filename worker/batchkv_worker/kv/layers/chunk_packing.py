@@ -20,8 +20,6 @@ from batchkv_worker.kv.kernels.chunk import MOST_COLUMNS
 from batchkv_worker.kv.kernels.launch import LEAST_NUMBERS, Input, arrays_of
 from batchkv_worker.kv.types import PackedKV
 
-MOST_JOINED = 2**26  # numbers of keys and values behind a prefix: 128 MiB in half precision
-
 
 @dataclass(frozen=True, slots=True)
 class DenseChunk:
@@ -124,7 +122,7 @@ class ChunkPacking:
         if not shared:
             return None, padded, min(tokens + more, MOST_COLUMNS)
         each = shape.num_heads * (shape.key_size + shape.value_size)
-        is_small = columns <= MOST_COLUMNS and padded * columns * each <= MOST_JOINED
+        is_small = columns <= MOST_COLUMNS and padded * columns * each <= backend.most_joined
         is_joined = len(shared) == 1 and is_padded and backend.has_fused_attention
         if not is_joined or not is_small or not self._can_read(shared[0]):
             return None, rows, tokens

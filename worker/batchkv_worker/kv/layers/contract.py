@@ -83,8 +83,11 @@ class PrefillLayer(ABC):
         """
 
     @abstractmethod
-    def block(self, index: int, start: int, end: int) -> Pieces | None:
-        """Row ``index``'s pieces of tokens [start, end); None from a layer without a time axis."""
+    def block(self, index: int, start: int, end: int, count: int = 1) -> Pieces | None:
+        """Pieces of tokens [start, end) of ``count`` rows from ``index`` on.
+
+        None from a layer without a time axis.
+        """
 
     @property
     @abstractmethod

@@ -57,9 +57,9 @@ class PrefillRows:
         """The pieces that slots need of a row after its ``length`` tokens, with a prefix or not."""
         return [layer.row(index, length, prefix_tokens) for layer in self.layers]
 
-    def block(self, index: int, start: int, end: int) -> list[Pieces | None]:
-        """A row's tokens [start, end) in every layer; None from layers without a time axis."""
-        return [layer.block(index, start, end) for layer in self.layers]
+    def block(self, index: int, start: int, end: int, count: int = 1) -> list[Pieces | None]:
+        """Tokens [start, end) of rows in every layer; None from layers without a time axis."""
+        return [layer.block(index, start, end, count) for layer in self.layers]
 
     def states(self, index: int) -> list[Pieces | None]:
         """A row's states as they are now; None from layers that keep tokens."""

@@ -47,15 +47,20 @@ class RecordSlots(AttentionSlots):
             return
         if view.state == self._state:
             return
-        if view.version != self._version:
+        known, pool = self._places, self._pool
+        if pool is None or view.version != self._version:
             shape = 1, self._scheme.shape.num_heads, view.capacity, self._records.layout.words
-            self._pool, self._places = mx.zeros(shape, mx.uint32), {}
-        assert self._pool is not None
+            old, pool = pool, mx.zeros(shape, mx.uint32)
+            for low, high, at in view.runs(known):
+                assert old is not None  # it had what is known
+                pool[..., at : at + high - low, :] = old[..., low:high, :]
+            known = {rank: view.places[rank] for rank in known if rank in view.places}
         for rank, (low, high) in view.places.items():
-            if self._places.get(rank) != (low, high):
+            if known.get(rank) != (low, high):
                 packed = view.parts[rank].slots[self.place]
-                self._pool[..., low:high, :] = records.join(self._layer, *packed)
-        self._version, self._state, self._places = view.version, view.state, view.places
+                pool[..., low:high, :] = records.of_prefix(self._layer, *packed)
+        self._pool, self._places = pool, view.places
+        self._version, self._state = view.version, view.state
 
     def drop(self) -> None:
         super().drop()

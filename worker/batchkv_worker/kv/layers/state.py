@@ -97,7 +97,7 @@ class StatePrefill(_Arrays, PrefillLayer):
         """
         return tuple(mx.contiguous(array[index : index + count]) for array in self.arrays)
 
-    def block(self, index: int, start: int, end: int) -> Pieces | None:
+    def block(self, index: int, start: int, end: int, count: int = 1) -> Pieces | None:
         return None
 
     @property

@@ -1,9 +1,11 @@
-"""Keeps the graph of a decode step, and uses it again for the next steps.
+"""Keeps graphs of decode steps, and uses them again for later steps.
 
 Building a step costs the host as much as many kernels cost the device: Python runs through every
 layer of the model. Most steps differ from the one before in a few numbers. So the model is traced
 once (``mx.compile``), with these numbers and all buffers as arrays (``traced_view``), and the graph
 is made from the trace after that, without Python. Buffers are still written in place.
+
+Rows come and go in waves, so shapes come again: a few traces are kept.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from batchkv_worker.kv.slots.traced_view import arguments, signature, steps_left
 log = logging.getLogger("batchkv.engine")
 
 LEAST_LEFT = 8  # steps with the same columns, for which a trace is worth its time
+MOST_GRAPHS = 4  # that are kept: those used last
 _Graph = Callable[[list[mx.array]], list[mx.array]]
 
 
 class StepGraphs:
-    """The graph of the last traced step of a model."""
+    """Graphs of steps of a model."""
 
     def __init__(self, layers: Sequence[SlotLayer], cache: list[Any]) -> None:
         """``cache``: the layers as the model gets them."""
         self._layers, self._cache = layers, cache
         self._last: Any = None  # the signature of the last step
-        self._traced_for: Any = None
-        self._graph: _Graph | None = None
+        self._graphs: dict[Any, _Graph] = {}  # by signature, the one used last at the end
         self._view: StepView | None = (
             None  # of the step at hand: a graph must not hold its prefixes
         )
@@ -47,16 +49,20 @@ class StepGraphs:
         is_exact = any(layer.is_exact for layer in self._layers)
         step = tokens.shape, signature(view, is_exact=is_exact)
         was, self._last = self._last, step
-        if step != self._traced_for:
+        graph = self._graphs.pop(step, None)
+        if graph is None:
             if step != was or steps_left(view) < LEAST_LEFT:
                 return model(tokens, cache=self._cache)
-            self._traced_for, self._graph = step, self._traced(model, len(arguments(view)))
-        assert self._graph is not None
-        return self._replayed(model, tokens, view, self._graph)
+            graph = self._traced(model, len(arguments(view)))
+            if len(self._graphs) == MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        self._graphs[step] = graph
+        return self._replayed(model, tokens, view, graph)
 
     def drop(self) -> None:
-        """Forget the graph."""
-        self._last = self._traced_for = self._graph = None
+        """Forget the graphs."""
+        self._last = None
+        self._graphs.clear()
 
     def _replayed(self, model: Any, tokens: mx.array, view: StepView, graph: _Graph) -> mx.array:
         given = [tokens, *arguments(view)]

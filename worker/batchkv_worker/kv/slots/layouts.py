@@ -102,7 +102,7 @@ class SlotLayouts:
         return self.all_prefixes | {prefix.key: prefix for prefix in (other.chain if other else ())}
 
     def tokens_held(self, keys: Iterable[bytes], other: PrefixPart | None = None) -> int:
-        """How many tokens of a chain of blocks are in prefixes in use, or in ``other``."""
+        """How many tokens of a chain with these keys are in prefixes in use, or in ``other``."""
         held = self.prefixes_with(other)
         return max((held[key].num_tokens for key in keys if key in held), default=0)
 

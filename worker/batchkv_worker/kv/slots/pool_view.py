@@ -33,6 +33,20 @@ class PoolView:
     places: Mapping[int, Place]
     parts: Mapping[int, SharedPrefix] = field(repr=False)
 
+    def runs(self, old: Mapping[int, Place]) -> list[tuple[int, int, int]]:
+        """What stays when the buffer changes; ``old`` are the places in the one before.
+
+        Of each run of columns its first one there, the one after its last, and its first one here.
+        """
+        found: list[tuple[int, int, int]] = []
+        for rank in sorted(old.keys() & self.places.keys(), key=lambda rank: old[rank]):
+            (low, high), at = old[rank], self.places[rank][0]
+            if found and found[-1][1] == low and at - found[-1][2] == low - found[-1][0]:
+                found[-1] = found[-1][0], high, found[-1][2]
+            else:
+                found.append((low, high, at))
+        return found
+
     @property
     def shape(self) -> tuple[int, tuple[int, ...]]:
         """Equal for steps that may have one graph."""

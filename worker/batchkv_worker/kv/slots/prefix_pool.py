@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
-from batchkv_worker.kv.slots.growth import round_up
 
 # What the products over one prefix take, in cells (one row's keys and values of a column) that the
 # kernel reads in that time. On an H200 a step of 62 rows behind 1,024 tokens took 12.5 ms from the
@@ -37,7 +36,8 @@ def pays(lengths: Iterable[int], num_products: int) -> bool:
 class PrefixPool:
     """The columns of each prefix. ``state`` changes with any of them, ``version`` with the buffer.
 
-    ``capacity`` is the buffer's number of columns.
+    ``capacity`` is the buffer's number of columns, a power of two: each other number of columns
+    makes the host build a step anew.
     """
 
     def __init__(self) -> None:
@@ -77,11 +77,11 @@ class PrefixPool:
         return True
 
     def _start_again(self, parts: Mapping[int, PrefixPart], total: int) -> None:
-        """Another buffer, with all parts side by side and room for a few more."""
+        """Another buffer, with all parts side by side; those that were neighbours still are."""
         self.version += 1
-        self.capacity = round_up(total + total // 4)
-        self._places = {}
-        for rank in sorted(parts):
+        self.capacity = max(LEVEL_TOKENS, 1 << (total - 1).bit_length()) if total else 0
+        old, self._places = self._places, {}
+        for rank in sorted(parts, key=lambda rank: (rank not in old, old.get(rank), rank)):
             self._put(rank, parts[rank].num_own)
 
 

@@ -178,22 +178,24 @@ class ColumnSpan:
         return [(slot, one) for slot, one in self._prefixes.items() if slot < self.num_rows]
 
     @cached_property
-    def shape_of_groups(self) -> list[tuple[int, int, int, bool, int]]:
+    def shape_of_groups(self) -> tuple[tuple[int, int, int, bool, int], ...]:
         """Of each group its rows, first column, whether it has a mask, and the prefix's rank."""
         if self._is_whole:
-            return []
+            return ()
         step = self._shapes.step
         lows = [min(self._starts[first:last]) // step * step for first, last, _ in self._runs]
-        return [
-            (first, last, low, self._hides(first, last, low), prefix.rank if prefix else 0)
-            for (first, last, prefix), low in zip(self._runs, lows, strict=True)
-        ]
+        return tuple(
+            [
+                (first, last, low, self._hides(first, last, low), prefix.rank if prefix else 0)
+                for (first, last, prefix), low in zip(self._runs, lows, strict=True)
+            ]
+        )
 
     @property
-    def exact_columns(self) -> list[tuple[int, int] | None]:
+    def exact_columns(self) -> tuple[tuple[int, int] | None, ...]:
         """Of each group the columns that it reads exactly, if its rows have one length."""
         firsts = [{*self._starts[first:last]} for first, last, _ in self._runs]
-        return [(min(one), self.write) if len(one) == 1 else None for one in firsts]
+        return tuple([(min(one), self.write) if len(one) == 1 else None for one in firsts])
 
     @cached_property
     def mask(self) -> mx.array | None:

@@ -20,24 +20,26 @@ if TYPE_CHECKING:
 
 
 def signature(view: StepView, *, is_exact: bool) -> Any:
-    """Equal for steps that may have one graph.
+    """Equal for steps that may have one graph; a key of those that are kept.
 
     ``is_exact``: some layers read rows of one length without rounding (``exact_groups``).
     """
-    spans = [
-        (
-            window,
-            span.num_rows,
-            span.stored,
-            span.low,
-            span.high,
-            span.longest,
-            span.shape_of_groups,
-            None if span.pool is None else span.pool.shape,
-        )
-        for window, span in view.spans.items()
-    ]
-    exact = [span.exact_columns for span in view.spans.values()] if is_exact else None
+    spans = tuple(
+        [
+            (
+                window,
+                span.num_rows,
+                span.stored,
+                span.low,
+                span.high,
+                span.longest,
+                span.shape_of_groups,
+                None if span.pool is None else span.pool.shape,
+            )
+            for window, span in view.spans.items()
+        ]
+    )
+    exact = tuple([span.exact_columns for span in view.spans.values()]) if is_exact else None
     return view.num_rows, spans, exact
 
 

@@ -16,7 +16,7 @@ from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.launch import Launch
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
-MOST_PADDED = 2**25  # numbers of keys: 64 MiB in half precision
+MOST_PADDED = 2**26  # numbers of keys: 128 MiB in half precision
 FEW_TOKENS = 1024  # rows times columns to which few rows are padded: they cost nothing more
 MOST_ROWS = 8  # to which few rows are padded
 LENGTHS = (128, 256, 384, 512, 768, 1024)  # to which short prompts are padded; then multiples of
@@ -31,7 +31,7 @@ class CudaBackend(GpuBackend):
     columns_multiple: int = 64
     rows_multiple: int = 8
     launches_beside: bool = True
-    shares_partial: bool = False  # chunks of more rows took longer on an H100
+    most_joined: int = 2**27  # prompts of 64 slots behind a few hundred tokens, in one chunk
     usual_chunk: int = 2048
     largest_chunk: int = 4096  # a slow host may launch 2,048 later than an H100 ends them
     chunk_seconds: float = 0.01  # measured with an H100
