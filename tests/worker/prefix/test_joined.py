@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import pytest
 
@@ -48,6 +50,21 @@ def test_each_layer_gets_its_own_numbers(small: int | None) -> None:
                 found = joined.layer(layer)
                 for one, other in zip(found, wanted(rows, layer), strict=True):
                     assert mx.array_equal(one, other)
+
+
+def test_the_pieces_of_a_layer_are_no_copies() -> None:
+    """MLX copies what a number in brackets takes out: hundreds of arrays for a prefix."""
+    one, other = block(1), block(2)
+    mx.eval(one.arrays, other.arrays)
+    pair = Joined([[one], [other]], ALL_PIECES)
+    joined = [Joined([[one]], ALL_PIECES), pair]
+    for joint in joined:  # two rows are copied once, with all layers
+        mx.eval(joint.layer(0))
+    gc.collect()
+    before = mx.get_active_memory()
+    pieces = [whole.layer(layer) for whole in (one, *joined) for layer in range(LAYERS)]
+    mx.eval(pieces)
+    assert mx.get_active_memory() - before < one.nbytes / LAYERS
 
 
 def test_all_layers_of_a_shared_prefix_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Bundle:
     def layer(self, index: int) -> Pieces | None:
         """The pieces of one layer."""
         places = self._places[index]
-        return None if places is None else tuple(self.arrays[a][i] for a, i in places)
+        return None if places is None else tuple(_view(self.arrays[a], i) for a, i in places)
 
     def place(self, index: int) -> list[tuple[int, int]]:
         """Where the pieces of one layer are: the numbers of an array, and of a piece in it."""
@@ -104,7 +104,8 @@ class Joined:
         ``together``: pieces of one shape that are joined at once, and in memory together.
         """
         self._rows, self._together = rows, together
-        self._last: dict[int, tuple[int, mx.array]] = {}  # by array; layers are asked in order
+        # By array the last group, and its pieces; layers are asked in order.
+        self._last: dict[int, tuple[int, list[mx.array]]] = {}
 
     def layer(self, index: int) -> Pieces:
         """The pieces ``[rows, ...]`` of one layer, block after block along the tokens."""
@@ -112,7 +113,7 @@ class Joined:
         for array, number in self._rows[0][0].place(index):
             group, inside = divmod(number, self._together)
             if self._last.get(array, (-1,))[0] != group:
-                self._last[array] = group, self._join(array, group)
+                self._last[array] = group, _views(self._join(array, group))
             found.append(self._last[array][1][inside])
         return tuple(found)
 
@@ -130,6 +131,20 @@ class Joined:
             return mx.concatenate([lines[key] for key in order], axis=1)
         (line,) = lines.values()
         return mx.broadcast_to(line, (line.shape[0], len(order), *line.shape[2:]))
+
+
+def _view(array: mx.array, index: int) -> mx.array:
+    """``array[index]`` without a copy, which MLX makes for a number in brackets."""
+    return mx.take(array, index, axis=0)
+
+
+def _views(array: mx.array) -> list[mx.array]:
+    """All of them; of one row by one operation for all."""
+    count, rows, *sizes = array.shape
+    if rows == 1:
+        found: list[mx.array] = mx.split(array.reshape(count, *sizes), count)
+        return found
+    return [_view(array, index) for index in range(count)]
 
 
 def parts_after(num_tokens: int, chains: Sequence[Sequence[HeldBlock]]) -> list[list[Bundle]]:
