@@ -100,8 +100,8 @@ def test_blocks_cut_together_are_those_cut_alone(
     prompts = [drawn(rng, length) for length in (LENGTH, LENGTH - 400, LENGTH, 700, 690)]
     for widths in ([LENGTH], [512, LENGTH - 512], [700, 324, LENGTH - 1024]):
         caches = []
-        for together in (cuts.MOST_TOGETHER, 1):
-            monkeypatch.setattr(cuts, "MOST_TOGETHER", together)
+        for together in (8, 1):
+            monkeypatch.setattr(cuts, "blocks_together", lambda _, most=together: most)
             caches.append(memory(LAYERS[name], 30))
             publish(caches[-1], prompts, widths)
             monkeypatch.undo()
@@ -112,8 +112,8 @@ def test_blocks_that_are_evicted_meanwhile_are_cut_again(monkeypatch: pytest.Mon
     """A full memory has the same blocks as if each were cut when its turn comes."""
     for seed in range(6):
         caches = []
-        for together in (cuts.MOST_TOGETHER, 1):
-            monkeypatch.setattr(cuts, "MOST_TOGETHER", together)
+        for together in (8, 1):
+            monkeypatch.setattr(cuts, "blocks_together", lambda _, most=together: most)
             rng = random.Random(seed)
             cache = memory(LAYERS["full"], 6)
             common = drawn(rng, 1100)
@@ -128,7 +128,7 @@ def test_blocks_that_are_evicted_meanwhile_are_cut_again(monkeypatch: pytest.Mon
 
 def test_few_arrays_are_cut_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours of one row, and of rows that give the same tokens; one that is here in no turn."""
-    monkeypatch.setattr(cuts, "MOST_TOGETHER", 4)
+    monkeypatch.setattr(cuts, "blocks_together", lambda _: 4)
     turns = noted_turns(monkeypatch)
     rng = random.Random(1)
     prompt, *others = [drawn(rng, length) for length in (LENGTH, 520, 530, 540, 300)]
@@ -146,16 +146,17 @@ def test_few_arrays_are_cut_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_runs_are_of_blocks_that_lack_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, each block once, with what comes after the last one if it lacks as much."""
-    monkeypatch.setattr(cuts, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(cuts, "blocks_together", lambda _: 2)
     both, kv = (Kind.KV, Kind.WINDOW), (Kind.KV,)
-    assert runs_of(3, [], 0, both) == []
-    assert runs_of(1, [both, both, both, (), kv], 64, both) == [
+    windows, full = BlockLayout(LAYERS["windows"]), BlockLayout(LAYERS["full"])
+    assert runs_of(windows, 3, []) == []
+    assert runs_of(windows, 1, [both, both, both, (), kv], 64) == [
         Run((512, 768, 1024), both),
         Run((256, 512), both),
         Run((1280, 1536), kv),
         Run((1536, 1600), both),
     ]
-    assert runs_of(0, [kv, kv], 192, kv) == [Run((256, 512, 704), kv), Run((0, 256), kv)]
+    assert runs_of(full, 0, [kv, kv], 192) == [Run((256, 512, 704), kv), Run((0, 256), kv)]
 
 
 def test_what_was_not_planned_is_cut_too() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from batchkv_cache_store.blocks.block import Kind
@@ -248,6 +251,51 @@ def first_layer(engine: Engine, prompt: list[int]) -> Pieces:
     found = engine.prefixes.prefix_pieces(row, 0, len(row.block_keys) * 256)
     assert found is not None
     return found[0]
+
+
+def test_a_leader_shares_what_is_stored_of_its_prompt() -> None:
+    """Rows that came after its end was computed: it is stored for nobody, whole blocks are."""
+    model, prompt = tiny_models.build("llama"), random_prompt(1, 600)
+    greedy = Generation(40, temperature=0.0, ignore_eos=True)
+    with running(model, None, prefix_cells=1) as engine:
+        begun = prompt[:64] + random_prompt(9, 300)  # decodes, and has the first 64 tokens stored
+        engine.submit_row(Sequence("begun", begun, replace(greedy, max_tokens=400)))
+        while not engine._rows:
+            engine.step()
+        engine.submit_row(Sequence("leader", prompt, greedy))
+        while engine._scheduler.group is None:
+            engine.step()
+        assert engine._scheduler.group.position == 64 + 512
+        for index in range(5):
+            late = prompt + random_prompt(20 + index, 30)
+            engine.submit_row(Sequence(str(index), late, greedy))
+        shared: dict[str, int] = {}
+        while len(shared) < 4:
+            engine.step()
+            held = engine._slots.layouts.prefixes
+            shared |= {engine._rows[slot].job_id: one.num_tokens for slot, one in held.items()}
+        assert shared["leader"] == 512 and {shared[str(index)] for index in range(3)} == {576}
+
+
+@pytest.mark.parametrize("points", [(64,), (192,), (512, 576), (256, 448, 512)])
+def test_a_part_of_a_block_holds_no_whole_block(points: tuple[int, ...]) -> None:
+    """Also when the block is evicted: no more is in memory than is counted."""
+    model, prompt = tiny_models.build("llama"), random_prompt(1, 1000)
+    with running(model, None, path="folded") as engine:
+        run(engine, [prompt])
+        row = Sequence("0", prompt, Generation(1))
+        engine.prefixes.name(row)
+        prefix = engine._builder.build(row, points)
+        assert prefix is not None
+        mx.eval([part.arrays for part in prefix.chain])
+        engine.prefixes.clear()
+        engine._slots.drop()
+        gc.collect()
+        before = mx.get_active_memory()
+        counted = prefix.num_tokens * engine.plan.costs.per_prefix_token
+        del prefix
+        gc.collect()
+        assert before - mx.get_active_memory() < 1.05 * counted + 2**16
 
 
 @pytest.mark.parametrize("count", [1, 4])

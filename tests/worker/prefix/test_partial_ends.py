@@ -57,6 +57,21 @@ def test_an_end_is_stored_once_with_all_its_beginnings() -> None:
     assert memory.num_cached(waiting) == 128 and memory.num_cached(shorter) == 64
 
 
+def test_rows_with_the_same_end_cut_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others find it there."""
+    memory, real, cut = memory_of(), PrefillRows.block, list[tuple[int, ...]]()
+
+    def noted(rows: PrefillRows, index: int, start: int, end: int, count: int = 1) -> Any:
+        cut.append((index, start, end, count))
+        return real(rows, index, start, end, count)
+
+    monkeypatch.setattr(PrefillRows, "block", noted)
+    *rows, waiting = named(memory, behind(150, 20, 21, 22))
+    memory.eviction.add(waiting.partial_keys)
+    publish(memory, rows)
+    assert cut == [(0, 0, 128, 1)]
+
+
 def test_each_row_stores_its_own_end() -> None:
     """Not that of the first row of its group."""
     memory = memory_of()

@@ -122,8 +122,11 @@ class DecodeRows:
         Otherwise its many own columns would make those of all rows that follow it as long. There
         must be room for a longer one. A parked row keeps the group's.
         """
-        shared = self._prefill.shared_prefix
-        points = self.scheduler.split_points(row, row.num_prefill, shared)
+        shared, layouts = self._prefill.shared_prefix, self._slots.layouts
+        # What others wait for is stored, unless they came too late or the memory is full.
+        held = layouts.tokens_held(keys_of(row, row.num_prefill), shared)
+        held = max(held, self._prefixes.num_held(row))
+        points = self.scheduler.split_points(row, held, shared)
         num_tokens = num_shared(points)
         if row.parked or num_tokens <= (shared.num_tokens if shared else 0):
             return shared

@@ -56,7 +56,7 @@ class BlockLayout:
         return max(1, -(-(max(windows) - 1) // BLOCK_TOKENS)) if windows else 0
 
     def part(self, kind: Kind, pieces: Sequence[Pieces | None]) -> Bundle:
-        """Of one row's pieces, one entry a layer, those that a block of ``kind`` holds."""
+        """Of pieces, one entry a layer, those that a block of ``kind`` holds."""
         places = zip(self._places, pieces, strict=True)
         return Bundle([piece if place is kind else None for place, piece in places])
 

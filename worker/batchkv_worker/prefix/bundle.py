@@ -62,6 +62,10 @@ class Bundle:
             return self
         return self.with_arrays([array[..., num_tokens:, :] for array in self.arrays])
 
+    def copied(self) -> Bundle:
+        """The same pieces in arrays of their own, where these are views."""
+        return self.with_arrays([mx.contiguous(array) for array in self.arrays])
+
     @property
     def nbytes(self) -> int:
         return sum(int(array.nbytes) for array in self.arrays)

@@ -20,7 +20,7 @@ from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.prefix.block_layout import BlockLayout
 from batchkv_worker.prefix.bundle import Bundle
 
-MOST_TOGETHER = 8  # blocks cut at once; until they are divided, their tokens are in memory twice
+MOST_BYTES = 160 * 2**20  # of blocks cut at once; until they are divided, they are held twice
 
 Kinds = tuple[Kind, ...]
 
@@ -40,12 +40,20 @@ class Run:
         return self.bounds[-1] - self.bounds[0]
 
 
-def runs_of(first: int, wanted: Sequence[Kinds], num_after: int, after: Kinds) -> list[Run]:
-    """Runs of at most ``MOST_TOGETHER`` blocks, of a row's blocks from number ``first`` on.
+def blocks_together(layout: BlockLayout) -> int:
+    """How many blocks may be cut at once."""
+    return max(1, MOST_BYTES // layout.largest)
+
+
+def runs_of(
+    layout: BlockLayout, first: int, wanted: Sequence[Kinds], num_after: int = 0
+) -> list[Run]:
+    """Runs of a row's blocks from number ``first`` on, as long as may be cut at once.
 
     ``wanted`` are the kinds of each block that are to be cut. ``num_after`` tokens behind the last
-    one are wanted, too, in the kinds ``after``.
+    one are wanted, too, in all kinds that keep tokens.
     """
+    most, after = blocks_together(layout), layout.token_kinds
     ends = [(number * BLOCK_TOKENS, kinds) for number, kinds in enumerate(wanted, start=first)]
     last = (first + len(wanted)) * BLOCK_TOKENS
     ends += [(last, after)] if num_after else []
@@ -53,8 +61,8 @@ def runs_of(first: int, wanted: Sequence[Kinds], num_after: int, after: Kinds) -
     for kinds, some in groupby(ends, key=lambda one: one[1]):
         lows = [low for low, _ in some]
         # From the end, because the last blocks are asked for first.
-        for stop in range(len(lows), 0, -MOST_TOGETHER) if kinds else ():
-            part = lows[max(0, stop - MOST_TOGETHER) : stop]
+        for stop in range(len(lows), 0, -most) if kinds else ():
+            part = lows[max(0, stop - most) : stop]
             high = part[-1] + (num_after if part[-1] == last else BLOCK_TOKENS)
             found.append(Run((*part, high), kinds))
     return found
@@ -86,7 +94,7 @@ class GroupCuts:
         return {key[-1]: self._found.pop(key) for key in keys}
 
     def _cut(self, index: int, run: Run) -> None:
-        most = MOST_TOGETHER * BLOCK_TOKENS // run.num_tokens
+        most = blocks_together(self._layout) * BLOCK_TOKENS // run.num_tokens
         count = 1
         while count < most and index + count < len(self._runs) and run in self._runs[index + count]:
             count += 1

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from itertools import takewhile
 
 import mlx.core as mx
 
@@ -132,13 +133,19 @@ class PrefixCache:
     def num_cached(self, row: Sequence) -> int:
         """Tokens of the row's longest prefix that is here with all parts at its end."""
         if row.parked:
-            if row.parked in self._blocks and self._held_up_to(row, row.num_shared) is not None:
+            if row.parked in self._blocks and self.num_held(row) >= row.num_shared:
                 return row.num_prefill
             self.forget(row.parked)
             row.unpark()
         depth = self.depth_of(row)
         if not row.partial_keys:
             return depth * BLOCK_TOKENS
+        return depth * BLOCK_TOKENS + self._partial.longest(within(row.partial_keys, depth))
+
+    def num_held(self, row: Sequence) -> int:
+        """Tokens of the row's longest prefix whose keys and values are here; ``prefix_pieces``."""
+        is_here = (Kind.KV in (self._parts(key) or ()) for key in row.block_keys)
+        depth = sum(1 for _ in takewhile(bool, is_here))
         return depth * BLOCK_TOKENS + self._partial.longest(within(row.partial_keys, depth))
 
     def depth_of(self, row: Sequence) -> int:
@@ -159,11 +166,17 @@ class PrefixCache:
 
     def prefix_pieces(self, row: Sequence, start: int, end: int) -> dict[int, Pieces] | None:
         """A row's tokens [start, end), of each layer that keeps every token; None if some lack."""
-        blocks = self._held_up_to(row, end, start // BLOCK_TOKENS)
-        if blocks is None:
+        if self.num_held(row) < end:
             return None
+        keys = row.block_keys[start // BLOCK_TOKENS : end // BLOCK_TOKENS]
+        blocks = [self._blocks[key] for key in keys]
+        if end % BLOCK_TOKENS:
+            source, num_partial = self._beginning(row, end)
+            blocks.append(self._blocks[source].beginning(num_partial))
         parts = [block.parts[Kind.KV] for block in blocks]
         parts[0] = parts[0].after(start % BLOCK_TOKENS)
+        if len(parts) == 1 and (start % BLOCK_TOKENS or end % BLOCK_TOKENS):
+            parts = [parts[0].copied()]  # a view would keep the whole block
         # A shared prefix keeps all its layers, so they may be parts of a few large arrays.
         together = Joined([parts], ALL_PIECES)
         return {
@@ -172,36 +185,29 @@ class PrefixCache:
             if kind.window is None and not kind.has_state
         }
 
-    def _held_up_to(self, row: Sequence, end: int, first: int = 0) -> list[HeldBlock] | None:
-        """Blocks with a row's first ``end`` tokens, from ``first`` on; None if some lack."""
+    def _beginning(self, row: Sequence, end: int) -> tuple[bytes, int]:
+        """The key of a block with the row's tokens after its full blocks before ``end``.
+
+        And how many tokens these are.
+        """
         count, num_partial = divmod(end, BLOCK_TOKENS)
-        keys = row.block_keys[first:count]
-        if not all(Kind.KV in (self._parts(key) or ()) for key in keys):
-            return None
-        found = [self._blocks[key] for key in keys]
-        if num_partial:
-            key = within(row.partial_keys, count)[num_partial // PARTIAL_TOKENS - 1]
-            source = self._partial.source(key)
-            if source is None:
-                return None
-            found.append(self._blocks[source].beginning(num_partial))
-        return found
+        key = within(row.partial_keys, count)[num_partial // PARTIAL_TOKENS - 1]
+        source = self._partial.source(key)
+        assert source is not None  # the caller has just asked for it
+        return source, num_partial
 
     def blocks_up_to(self, end: int, rows: Items[Sequence]) -> list[list[HeldBlock]]:
         """The chain of each row, with the partial block after it; equal ones are one object."""
-        count, num_partial = divmod(end, BLOCK_TOKENS)
-        cut: dict[bytes, HeldBlock] = {}
+        count, cut = end // BLOCK_TOKENS, dict[bytes, HeldBlock]()
         found = []
         for row in rows:
             blocks = self._chain(row.block_keys[:count])
-            if num_partial:
-                key = within(row.partial_keys, count)[num_partial // PARTIAL_TOKENS - 1]
-                if key not in cut:
-                    source = self._partial.source(key)
-                    assert source is not None  # the scheduler has just asked for it
+            if end % BLOCK_TOKENS:
+                source, num_partial = self._beginning(row, end)
+                if source not in cut:
                     self._touch([source])
-                    cut[key] = self._blocks[source].beginning(num_partial)
-                blocks.append(cut[key])
+                    cut[source] = self._blocks[source].beginning(num_partial)
+                blocks.append(cut[source])
             row.is_converted = any(block.is_converted for block in blocks)
             self._tell_used(row, blocks[:count])
             found.append(blocks)
@@ -224,8 +230,7 @@ class PrefixCache:
 
         Tails are stored before heads, so that they are also evicted first.
         """
-        runs = [self._runs(row, start, end) for row in rows]
-        cuts = GroupCuts(self.block_layout, prefill, runs)
+        cuts = GroupCuts(self.block_layout, prefill, self._runs(rows, start, end))
         for index, row in enumerate(rows):
             keys = row.block_keys[: end // BLOCK_TOKENS]
             for number in reversed(range(start // BLOCK_TOKENS, len(keys))):
@@ -250,12 +255,16 @@ class PrefixCache:
                 self._insert(partial[-1], parts, row.is_converted)
                 self._note_partial(partial[-1], partial)
 
-    def _runs(self, row: Sequence, start: int, end: int) -> list[Run]:
-        """What the chunk [start, end) completes of a row and is not here yet."""
-        first = start // BLOCK_TOKENS
-        wanted = [self._lacking(key) for key in row.block_keys[first : end // BLOCK_TOKENS]]
-        num_after = len(self._new_partial(row, start, end)) * PARTIAL_TOKENS
-        return runs_of(first, wanted, num_after, self.block_layout.token_kinds)
+    def _runs(self, rows: Items[Sequence], start: int, end: int) -> list[list[Run]]:
+        """What the chunk [start, end) completes of each row and is not here yet."""
+        first, found, seen = start // BLOCK_TOKENS, [], set[bytes]()
+        for row in rows:
+            wanted = [self._lacking(key) for key in row.block_keys[first : end // BLOCK_TOKENS]]
+            partial = self._new_partial(row, start, end)
+            num_after = 0 if seen.issuperset(partial[-1:]) else len(partial) * PARTIAL_TOKENS
+            seen.update(partial)
+            found.append(runs_of(self.block_layout, first, wanted, num_after))
+        return found
 
     def _num_wanted(self, row: Sequence) -> int:
         """Blocks that another row begins with, the one included of which it needs the beginning."""

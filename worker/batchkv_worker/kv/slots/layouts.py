@@ -133,7 +133,7 @@ class SlotLayouts:
     ) -> int:
         """Bytes that the slots would grow to with ``extra`` rows admitted, which share a prefix.
 
-        ``prefix_keys`` are its blocks: those in use already do not count. ``ahead`` is how many
+        ``prefix_keys`` are its keys: what is in use already does not count. ``ahead`` is how many
         tokens count for each row at most; None: all that may still come.
         """
         needed = self.main.cells_needed([demand.own for demand in extra], ahead) * costs.per_token
@@ -143,7 +143,7 @@ class SlotLayouts:
     def bytes_of_shared(
         self, costs: Costs, extra: list[Demand], prefix_keys: Iterable[bytes] = ()
     ) -> int:
-        """Bytes of the blocks that ``extra`` rows share, less those of prefixes in use."""
+        """Bytes of the prefix that ``extra`` rows share, less those of prefixes in use."""
         shared = max((demand.shared for demand in extra), default=0)
         shared -= min(shared, self.tokens_held(prefix_keys))
         return shared * costs.per_prefix_token

@@ -20,7 +20,7 @@ from batchkv_worker.kv.attention.prefix_part import PrefixPart
 START_CELLS = 98_304
 TOGETHER_TOKENS = 1024  # rows with a prefix of this length are neighbours, for the products
 LEVEL_TOKENS = 512  # bounds of what rows read are multiples of this, so that they seldom change
-SPARE = 2  # a pool has at most this many times the columns in use, else a smaller one replaces it
+SPARE = 2  # a pool has at most this many times the columns in use, else a smaller one comes
 
 Place = tuple[int, int]  # the first column, and the one after the last
 
@@ -53,7 +53,7 @@ class PrefixPool:
         total = sum(part.num_own for part in parts.values())
         new = sorted(parts.keys() - self._places.keys())
         is_full = not all(self._put(rank, parts[rank].num_own) for rank in new)
-        if is_full or self.capacity > max(LEVEL_TOKENS, SPARE * total):
+        if is_full or self.capacity > SPARE * total:
             self._start_again(parts, total)
 
     def place(self, part: PrefixPart) -> Place:
@@ -79,7 +79,7 @@ class PrefixPool:
     def _start_again(self, parts: Mapping[int, PrefixPart], total: int) -> None:
         """Another buffer, with all parts side by side; those that were neighbours still are."""
         self.version += 1
-        self.capacity = max(LEVEL_TOKENS, 1 << (total - 1).bit_length()) if total else 0
+        self.capacity = 1 << (total - 1).bit_length() if total else 0
         old, self._places = self._places, {}
         for rank in sorted(parts, key=lambda rank: (rank not in old, old.get(rank), rank)):
             self._put(rank, parts[rank].num_own)
