@@ -147,7 +147,7 @@ def test_128_choices_in_four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choices_share_the_prompt_in_their_slots() -> None:
-    """The prompt, up to where a shared prefix may end, is stored once for all choices that decode."""
+    """Up to where a shared prefix may end, it is stored once for all choices that decode."""
     running = engine()
     running.submit_row(row("a", 700), 6)
     most = 0
