@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.kv.attention import records
+from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.kernels.plain import PlainKernels
 from batchkv_worker.kv.layers.kinds import AttentionKind
 from batchkv_worker.kv.layers.record_slots import RecordSlots
+from batchkv_worker.kv.slots.pool_view import view_of
+from batchkv_worker.kv.slots.prefix_pool import PrefixPool
 from batchkv_worker.kv.slots.step_view import Shapes
 from batchkv_worker.kv.types import Window
 from worker.kv.checked_slots import CheckedSlots
+from worker.kv.crowd import random_prompt
 from worker.kv.reference import attention_kind, keys_of, values_of
 
 SCHEMES = ("float", "affine8", "k8v4", "affine3+nvfp4", "mxfp8+float", "turbo3.5", "affine4r")
@@ -89,3 +96,69 @@ def test_rows_of_equal_length_need_no_exact_columns() -> None:
     crowd.join(70, 70)
     crowd.steps(3)
     crowd.check()
+
+
+def pooled(*lengths: int) -> tuple[RecordSlots, list[SharedPrefix]]:
+    """A layer, and shared prefixes of so many tokens."""
+    kind = record_kind("affine8")
+    slots = CheckedSlots([kind], slots=2).slots
+    (layer,) = slots.layers
+    assert isinstance(layer, RecordSlots)
+    made = []
+    for number, tokens in enumerate(lengths):
+        numbers = [random_prompt(number, tokens)]
+        keys, values = kind.scheme.keys.pack(keys_of(numbers)), kind.scheme.values
+        pieces = *keys, *values.pack(values_of(numbers))
+        made.append(slots.make_prefix(bytes([number]), tokens, {0: pieces}))
+    return layer, made
+
+
+def check_pool(layer: RecordSlots, pool: PrefixPool, rows: list[SharedPrefix]) -> None:
+    """Fill the layer's pool for these rows: each prefix is where the view says."""
+    view = view_of(pool, rows)
+    layer._fill(view)
+    assert layer._pool is not None and layer._pool.shape[2] == view.capacity
+    for one in rows:
+        low, high = view.places[one.rank]
+        wanted = records.join(layer._layer, *one.slots[0])
+        assert mx.array_equal(layer._pool[..., low:high, :], wanted)
+
+
+def test_the_pool_has_each_prefix_where_the_view_says() -> None:
+    """It grows, shrinks, is taken up again; a layer may have missed what came between two views."""
+    rng, pool = random.Random(2), PrefixPool()
+    layer, made = pooled(*(64 * rng.randint(1, 9) for _ in range(40)))
+    for turn in range(60):
+        rows = [rng.choice(made[turn % 35 : turn % 35 + 5]) for _ in range(rng.randint(1, 4))]
+        if rng.random() < 0.3:  # of a step that was given up
+            view_of(pool, rows)
+            continue
+        if rng.random() < 0.1:
+            layer.drop_pool()
+        check_pool(layer, pool, rows)
+
+
+def test_a_prefix_that_moved_in_views_that_a_layer_missed_is_found() -> None:
+    layer, (a, b, c, d, e) = pooled(*[64] * 5)
+    pool = PrefixPool()
+    check_pool(layer, pool, [a, b, c, d])
+    version = pool.version
+    view_of(pool, [b, c, d, e])
+    check_pool(layer, pool, [a, c, d, e])
+    assert pool.version == version
+
+
+def test_what_stays_in_the_pool_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the buffer grows, closes gaps, or gets small again."""
+    layer, made = pooled(64, 128, 192, 64, 128, 256)
+    real, count = records.of_prefix, [0]
+
+    def counted(*given: Any) -> mx.array:
+        count[0] += 1
+        return real(*given)
+
+    monkeypatch.setattr(records, "of_prefix", counted)
+    pool = PrefixPool()
+    for rows in (made[:2], made[:3], made[:5], made[1:5], made[1:], [made[1], made[5]], made[1:2]):
+        check_pool(layer, pool, rows)
+    assert count[0] == len(made)
