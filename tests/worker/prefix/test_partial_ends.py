@@ -57,6 +57,23 @@ def test_an_end_is_stored_once_with_all_its_beginnings() -> None:
     assert memory.num_cached(waiting) == 128 and memory.num_cached(shorter) == 64
 
 
+def test_a_parked_row_needs_what_it_shares() -> None:
+    """Up to within a block; without it, its own tokens are of no use."""
+    memory = memory_of()
+    row, waiting = named(memory, behind(400, 20, 21))
+    memory.eviction.add(waiting.partial_keys)
+    publish(memory, [row])
+    memory.eviction.add(waiting.block_keys)
+    memory.eviction.remove(waiting.partial_keys)
+    memory.park(b"row", 1000, lambda: [(mx.zeros((1, 250)),)])
+    row.park(b"row", 384)
+    assert memory.num_cached(row) == row.num_prefill
+    memory._make_way(memory.max_bytes - memory.block_bytes - 2000)  # nobody waits for the end
+    assert memory.num_held(row) == 256 and memory.parked(b"row") is not None
+    assert memory.num_cached(row) == 256 and not row.parked
+    assert memory.parked(b"row") is None
+
+
 def test_rows_with_the_same_end_cut_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others find it there."""
     memory, real, cut = memory_of(), PrefillRows.block, list[tuple[int, ...]]()

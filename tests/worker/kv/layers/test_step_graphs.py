@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from batchkv_worker.kv.attention import paths
 from batchkv_worker.kv.layers import step_graphs
 from batchkv_worker.kv.layers.step_graphs import StepGraphs
+from batchkv_worker.kv.slots.step_view import StepView
 from batchkv_worker.kv.start.replaycheck import can_replay
 from parity.families import VOCABULARY
 from support import tiny_models
@@ -156,3 +157,32 @@ def test_a_model_that_counts_its_steps_is_found() -> None:
     what = plan.backend, plan.tree, plan.kinds, plan.traits, mx.float32
     assert can_replay(what[0], model, *what[1:])
     assert not can_replay(what[0], counting, *what[1:])
+
+
+def test_the_four_shapes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape that comes again is not built again; dropped, all are."""
+    shape = [""]
+    monkeypatch.setattr(step_graphs, "signature", lambda *_, **__: shape[0])
+    monkeypatch.setattr(step_graphs, "arguments", lambda _: [])
+    monkeypatch.setattr(step_graphs, "steps_left", lambda _: 100)
+    monkeypatch.setattr(step_graphs, "traced", lambda view, _: view)
+    graphs, built = StepGraphs([], []), list[str]()
+
+    def model(tokens: mx.array, cache: Any) -> mx.array:
+        built.append(shape[0])
+        return tokens
+
+    def steps(shapes: str) -> str:
+        """Two steps of each shape, or one that is kept; which of them the model built."""
+        built.clear()
+        for one in shapes:
+            shape[0] = one
+            for _ in range(2):
+                graphs.forward(model, mx.zeros((1, 1), mx.int32), cast("StepView", object()))
+        return "".join(built)
+
+    assert steps("abcd") == "aabbccdd"  # the second is the trace
+    assert steps("badc") == ""
+    assert steps("e") == "ee" and steps("adce") == "" and steps("b") == "bb"
+    graphs.drop()
+    assert steps("b") == "bb"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import pytest
+
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.prefix_pool import SPARE, START_CELLS, PrefixPool, levels_of, pays
 
@@ -38,6 +40,13 @@ def test_parts_that_stay_are_not_moved_while_there_is_room() -> None:
     assert pool.version == version
     assert all(pool.places()[rank] == before[rank] for rank in new.keys() & before.keys())
     assert pool.places()[max(new)] == before[gone]
+
+
+@pytest.mark.parametrize(("tokens", "capacity"), [(64, 64), (320, 512), (512, 512), (576, 1024)])
+def test_the_buffer_is_the_smallest_power_of_two(tokens: int, capacity: int) -> None:
+    pool = PrefixPool()
+    pool.hold(parts_of(tokens))
+    assert pool.capacity == capacity
 
 
 def test_any_history_keeps_parts_apart() -> None:
