@@ -77,7 +77,7 @@ class Authenticated:
                 _check_own(scope, headers)
                 return session.key
         if key is REFUSED and not scope["path"].startswith(PAGE):
-            raise _unauthorized()
+            raise _unauthorized(is_given=bool(_bearer(given)))
         return key
 
     def _look_up(self, given: Sequence[str]) -> Sequence[ApiKey | None]:
@@ -94,11 +94,11 @@ def _bearer(given: list[str]) -> str:
     return key.strip() if scheme.lower() == "bearer" and len(key) <= MAX_KEY_CHARS else ""
 
 
-def _unauthorized() -> ApiError:
+def _unauthorized(*, is_given: bool = False) -> ApiError:
+    why = "does not know this API key" if is_given else "needs a key of its own as the API key"
     return ApiError(
         UNAUTHORIZED,
-        "this gateway needs a key of its own as the API key: ask its operator, who makes "
-        "one with `batchkv keys add NAME`",
+        f"this gateway {why}: ask its operator for one, who makes it with `batchkv keys add NAME`",
         code="invalid_api_key",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -138,8 +138,13 @@ def _write(text: str, out: Path | None, facts: Facts) -> None:
         return
     path = out or Path(f"{facts.status.batch_id}.report.html")
     part = path.with_name(f".{path.name}.tmp")
-    part.write_bytes(data)
-    part.replace(path)
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as fault:
+        with suppress(OSError):
+            part.unlink()
+        raise OSError(fault.errno, fault.strerror, str(path)) from fault
     open_rows = facts.status.total - facts.status.num_ended
     note = f": the batch is under way, {open_rows:,} rows are open" if open_rows else ""
     say(f"wrote {path}{note}")

@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, BinaryIO, NoReturn
 
 from batchkv_producer.intake.body import ENDPOINTS, NO_PARAMS, model_of, read_body
@@ -224,23 +225,37 @@ def _kind_of(body: dict[str, Any]) -> Endpoint:
     if has_messages and has_prompt:
         raise invalid("the line has both messages and a prompt")
     if not (has_messages or has_prompt):
-        raise invalid("the line has neither messages nor a prompt")
+        message = "the line has neither messages nor a prompt"
+        for name in body:
+            for close in get_close_matches(name[:40], ("messages", "prompt"), n=1, cutoff=0.8):
+                message += f": {name[:40]} should probably be {close}" if close != name else ""
+        raise invalid(message)
     return "chat" if has_messages else "completion"
 
 
 def parse_json(raw: bytes) -> Any:
     """The value of a line. Raises RowFault for what is not JSON, or not JSON that can be read."""
     try:
-        return _DECODER.decode(raw.decode("utf-8"))
+        return _DECODER.decode(raw.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as fault:
         message = f"the line is not UTF-8 (byte {fault.start + 1})"
     except json.JSONDecodeError as fault:
-        message = f"the line is not JSON: {fault.msg} (character {fault.pos + 1})"
+        what = _JSON_FAULTS.get(fault.msg, fault.msg.removesuffix(" at"))
+        message = f"the line is not JSON: {what} (character {fault.pos + 1})"
     except RecursionError:
         message = "the line is not JSON that can be read: it nests too deeply"
     except ValueError as fault:  # from the two hooks below, or a number of thousands of digits
         message = f"the line is not JSON that can be read: {str(fault)[:200]}"
     raise RowFault(ErrorCode.INVALID_JSON, message)
+
+
+# What Python's decoder says, in words that say what to mend.
+_JSON_FAULTS = {
+    "Unterminated string starting at": "a quote is not closed",
+    "Invalid control character at": "a text has a control character, which JSON writes as \\u00XX",
+    "Expecting value": "a value is missing, or is none of JSON's",
+    "Extra data": "something follows the object",
+}
 
 
 def _refuse_constant(name: str) -> NoReturn:

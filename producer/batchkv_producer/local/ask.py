@@ -26,7 +26,7 @@ from batchkv_producer.intake.formats import MAX_LINE_BYTES
 from batchkv_producer.intake.prompting import AUTO, Prompting
 from batchkv_producer.intake.source import Inputs, Piece
 from batchkv_producer.local.follow import snapshot_of
-from batchkv_producer.local.live_ask import LiveQuestion, NoLaneError, OnPiece
+from batchkv_producer.local.live_ask import DesertedError, LiveQuestion, NoLaneError, OnPiece
 from batchkv_producer.local.local_workers import (
     WORKER_COMMAND,
     LocalWorkers,
@@ -107,10 +107,31 @@ def ask(
 ) -> StoredRow:
     """The row with its answer or its error. ``on_piece`` gets the text as it is made.
 
-    If no worker serves the model, one is started here for this question. Raises as ``run`` does.
+    If no worker serves the model, or none any more, one is started here for this question. Raises
+    as ``run`` does.
     """
+    what = client, connection, url, question, reporter
+    while True:
+        try:
+            return _ask(*what, revive=revive, worker_command=worker_command, on_piece=on_piece)
+        except DesertedError:
+            reporter.note(f"the worker that served {question.served} is gone")
+
+
+def _ask(
+    client: Client,
+    connection: Redis,
+    url: str,
+    question: Question,
+    reporter: Reporter,
+    *,
+    revive: Callable[[], object] | None,
+    worker_command: Sequence[str],
+    on_piece: OnPiece,
+) -> StoredRow:
     source, request = question.source(), question.request()
     served = question.served
+    home = tidied_home(connection)  # a dead worker of this machine serves nothing
     with adapter_folders.given(question.adapter):
         is_served = _is_served(served, client.serving(redis_keys.queue_name(served)))
         weights = fingerprint.of_model(served)
@@ -122,7 +143,7 @@ def ask(
     plan = WorkerPlan(
         model=own.model,
         url=url,
-        logs=tidied_home(connection).logs,
+        logs=home.logs,
         name_prefix=ASK_NAME_PREFIX,
         num_workers=num_local,
         arguments=own.arguments,
@@ -138,6 +159,7 @@ def ask(
             live = LiveQuestion(
                 *(connection, request, served, weights or ""),
                 *(question.job_timeout_seconds, on_piece, reporter),
+                is_served=None if num_local else partial(_serves, question),
             )
             try:
                 return waiting.wait(lambda: live.look(TURN_SECONDS), live.close)
@@ -190,6 +212,11 @@ class _Batch:
         """Delete the batch. If the server is away then, the batch expires."""
         with suppress(BatchkvError, RedisError):
             self._client.forget(self._batch_id)
+
+
+def _serves(question: Question, serving: Sequence[WorkerInfo]) -> bool:
+    with adapter_folders.given(question.adapter):
+        return _is_served(question.served, serving)
 
 
 def _is_served(model: str, serving: Sequence[WorkerInfo]) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from redis import Redis
 from redis.exceptions import ResponseError
 
 from batchkv_producer.live import Answer, Lane, LaneRefusedError, LostAnswerError
-from batchkv_producer.monitor.workers import serving_workers
+from batchkv_producer.monitor.workers import WorkerInfo, serving_workers
 from batchkv_producer.progress import Reporter, Snapshot
 from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire import redis_keys
@@ -26,8 +26,15 @@ class NoLaneError(Exception):
     """The workers, or the server's rights, are of a version without live rows."""
 
 
+class DesertedError(Exception):
+    """Whoever served the model is gone, and nothing of the answer has come."""
+
+
 class LiveQuestion:
-    """One question. ``look`` is called until it returns the row."""
+    """One question. ``look`` is called until it returns the row.
+
+    ``is_served``: whether one of these workers serves the model; not asked while it is None.
+    """
 
     def __init__(
         self,
@@ -38,7 +45,9 @@ class LiveQuestion:
         timeout_seconds: int,
         on_piece: OnPiece,
         reporter: Reporter,
+        is_served: Callable[[Sequence[WorkerInfo]], bool] | None = None,
     ) -> None:
+        self._is_served = is_served
         self._connection = connection
         self._lane = Lane(connection)
         self._request = request
@@ -55,7 +64,8 @@ class LiveQuestion:
     def look(self, seconds: float) -> StoredRow | None:
         """Wait so long for more of the answer. Returns the row at its end.
 
-        Raises NoLaneError if nobody answers live rows, LostAnswerError if the answer broke off.
+        Raises NoLaneError if nobody answers live rows, LostAnswerError if the answer broke off, and
+        DesertedError.
         """
         if not self._has_begun and time.monotonic() >= self._look_at:
             self._report()
@@ -84,6 +94,8 @@ class LiveQuestion:
     def _report(self) -> None:
         """Show what a worker does that has not begun to answer. Raises RedisError in an outage."""
         workers = serving_workers(self._connection, redis_keys.queue_name(self._served))
+        if self._is_served is not None and not self._is_served(workers):
+            raise DesertedError
         doing = next((worker.doing for worker in workers if worker.doing), "")
         self._reporter.update(Snapshot(total=1, delay=doing))
         self._look_at = time.monotonic() + LOOK_SECONDS

@@ -47,10 +47,11 @@ def refusal(address: Address, response: HTTPResponse, raw: bytes) -> BatchkvErro
         )
     text, code, param = _text(fault), fault.get("code"), fault.get("param")
     if status == UNAUTHORIZED:
-        why = "refuses the key" if address.key else "needs a key"
+        why = f"refuses the key in {KEY_VARIABLE}" if address.key else "needs a key"
+        where = "another one" if address.key else f"one, and put it into {KEY_VARIABLE}"
         return ServerError(
-            f"the gateway at {address.url} {why}: put one into {KEY_VARIABLE}. Its operator makes "
-            "one with `batchkv keys add NAME`"
+            f"the gateway at {address.url} {why}: ask its operator for {where}. "
+            "`batchkv keys add NAME` makes one"
         )
     if status == FORBIDDEN:
         return ServerError(f"the gateway at {address.url} refuses the request: {text}")

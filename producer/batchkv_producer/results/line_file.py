@@ -236,7 +236,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _cannot_open(path: Path, fault: OSError) -> str:
-    if fault.errno == errno.ENOENT:
+    if fault.errno == errno.ENOENT and not path.parent.is_dir():
         return f"cannot write results to {path}: there is no folder {path.parent}"
     return f"cannot write results to {path}: {fault.strerror}"
 

@@ -9,6 +9,8 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import openai
 import pytest
@@ -193,6 +195,10 @@ def test_no_key_sees_what_another_made(gateway: Gateway, redis_connection: Redis
     with pytest.raises(openai.AuthenticationError) as caught:
         one.files.list()
     assert caught.value.code == "invalid_api_key"
+    assert "does not know this API key" in caught.value.message
+    with pytest.raises(HTTPError) as refused:
+        urlopen(f"{one.base_url}models")
+    assert b"needs a key of its own as the API key" in refused.value.read()
     stranger = gateway.client("none", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()

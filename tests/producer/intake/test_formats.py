@@ -116,7 +116,12 @@ def test_blank_lines_crlf_and_bom() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "part"),
     [
-        (b'{"prompt": "cut sh', "invalid_json", "not JSON"),
+        (b'{"prompt": "cut sh', "invalid_json", "a quote is not closed (character 12)"),
+        (b'{"prompt": "cut sh\n', "invalid_json", "a quote is not closed (character 12)"),
+        (b'{"prompt": "a\tb"}', "invalid_json", "control character, which JSON writes as"),
+        (b"plain text\n", "invalid_json", "a value is missing, or is none of JSON's (character 1)"),
+        (b'{"prompt": "a" "b"}', "invalid_json", "Expecting ',' delimiter (character 16)"),
+        (b'{"promt": "a"}', "invalid_request", "nor a prompt: promt should probably be prompt"),
         (b'{"prompt": "\xff"}', "invalid_json", "not UTF-8 (byte 13)"),
         (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not a JSON number"),
         (b'{"prompt": "a", "seed": -Infinity}', "invalid_json", "-Infinity"),

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,14 @@ from redis import Redis
 
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.live import LiveMoves
+from support import fake_worker
 from support.worker_harness import MODEL, QUEUE, WorkerProcess, wait_until, workers
 
 ASK = [sys.executable, "-m", "batchkv_producer", "ask", "-m", MODEL]
+WITH_FAKE_WORKER = [
+    *(sys.executable, str(Path(fake_worker.__file__).with_name("batchkv_with_fake_worker.py"))),
+    *("ask", "-m", MODEL),
+]
 
 
 @pytest.fixture
@@ -36,11 +41,13 @@ def _name(redis: Redis) -> str:
     return next(iter(found)).decode().removeprefix("rq:worker:") if found else ""
 
 
-def asking(url: str, home: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def asking(
+    url: str, home: Path, *arguments: str, command: Sequence[str] = ASK
+) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if "BATCHKV" not in key}
     environment |= {"BATCHKV_REDIS_URL": url, "BATCHKV_HOME": str(home)}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*ASK, *arguments], env=environment, **options)
+    return subprocess.Popen([*command, *arguments], env=environment, **options)
 
 
 def left_behind(redis: Redis) -> list[bytes]:
@@ -84,3 +91,32 @@ def test_a_failed_row_says_why(served: Redis, redis_url: str, tmp_path: Path) ->
     assert (process.returncode, printed) == (1, b"")
     assert b"no answer: context_length_exceeded: rejected as asked" in said
     assert LiveMoves(served).cancel(["none"]) == 0
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_question_outlives_the_worker_that_would_answer(
+    redis_url: str, tmp_path: Path, is_near: bool
+) -> None:
+    """Killed on this machine, it serves nobody at once; on another, when its name is gone."""
+    worker = WorkerProcess(redis_url, tmp_path / "log")  # its home is in tmp_path
+    with workers(worker), Redis.from_url(redis_url) as redis:
+        wait_until(lambda: redis.hget(f"rq:worker:{_name(redis)}", "bkv_live") == b"1")
+        wait_until(lambda: not redis.hget(f"rq:worker:{_name(redis)}", "bkv_state"))
+        worker.process.kill()
+        worker.process.wait()
+        home = tmp_path / ("home" if is_near else "another")
+        with asking(redis_url, home, "why?", command=WITH_FAKE_WORKER) as process:
+            if not is_near:
+                wait_until(lambda: bool(redis.exists(redis_keys.live(QUEUE))))
+                redis.delete(f"rq:worker:{_name(redis)}")
+            assert process.stderr
+            said = b""
+            while b": a worker is started for this question" not in said:
+                said += process.stderr.readline()
+            names = redis_keys.workers(QUEUE)
+            wait_until(lambda: any(b":run-ask-" in name for name in redis.smembers(names)))
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert (b"the worker that served" in said) is not is_near
+        assert left_behind(redis) == []

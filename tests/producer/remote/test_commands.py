@@ -217,13 +217,13 @@ def test_a_key_is_needed_where_there_is_one(
     http_url = urls[1]
     key = KeyStore(redis_connection).add("laptop")
     needed = run(http_url, "list")
-    assert needed.exit_code == 3 and "needs a key: put one into BATCHKV_API_KEY" in needed.output
+    assert needed.exit_code == 3 and "needs a key: ask its operator for one," in needed.output
     monkeypatch.setenv("BATCHKV_API_KEY", key)
     batch = run(http_url, "submit", "in.jsonl", "-m", "fake").stdout.strip()
     assert batch in run(http_url, "list").output and len(batch) == 16
     monkeypatch.setenv("BATCHKV_API_KEY", key[:-1] + "x")
     refused = run(http_url, "list")
-    assert refused.exit_code == 3 and "refuses the key" in refused.output
+    assert refused.exit_code == 3 and "refuses the key in BATCHKV_API_KEY: ask" in refused.output
     named = run(http_url.replace("//", f"//{key}@"), "list")
     assert named.exit_code == 2 and "Put the key into BATCHKV_API_KEY" in named.output
     assert key not in named.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -228,6 +229,23 @@ def test_the_report_is_one_file_that_loads_nothing(
         assert absent not in page.text
     assert "</script><img src=x onerror=alert(1)>" in page.text  # the message, as text
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(
+    batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a file was written, and the user reads which one."""
+
+    def half(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    target = tmp_path / "full.html"
+    found = run(batch, "-o", target)
+    assert found.exit_code == 4 and f"the disk is full: cannot write {target}" in found.stderr
+    assert not list(tmp_path.glob("*full*")) and not list(tmp_path.glob(".*full*"))
 
 
 def test_a_batch_under_way_is_reported_as_it_is(

@@ -371,7 +371,7 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         (Path("/dev/null"), "not a regular file"),
         (tmp_path / "link", "not a regular file"),
         (tmp_path / "none" / "out", "there is no folder"),
-        (Path("/proc/out.jsonl"), "cannot write results to /proc/out.jsonl"),
+        (Path("/proc/out.jsonl"), "cannot write results to /proc/out.jsonl: No such file"),
         (Path("-"), "a file with a name"),
         (source, "it is the input"),
     ):
