@@ -90,8 +90,8 @@ def say_end(report: RunReport, failures: Iterable[Failures], again: str = "") ->
         if too_long:
             retry = _retry_command(report.status, again)
             hints.append(
-                f"{rows(too_long, 'is', 'are')} too long for the model or the memory: correct the "
-                f"file, or give the worker more memory and run {retry}"
+                f"{rows(too_long, 'is', 'are')} too long. Where it is for the model, correct the "
+                f"file; where it is for the memory, give the worker more and run {retry}"
             )
         if refused:
             hints.append(

@@ -366,8 +366,8 @@ def test_the_end_of_a_run_names_a_retry_only_where_it_helps(
     long = Failures("context_length_exceeded", 2, (1, 2), "")
     wrong, died = Failures("invalid_json", 1, (3,), ""), Failures("engine_error", 1, (4,), "")
     line = hints(capsys, [long, wrong], 1)
-    assert "2 rows are too long for the model or the memory: correct the file" in line
-    assert "correct the file, or give the worker more memory and run `batchkv retry b`" in line
+    assert "2 rows are too long. Where it is for the model, correct the file; where" in line
+    assert "it is for the memory, give the worker more and run `batchkv retry b`" in line
     assert "1 row is wrong in the input: correct the file" in line and "queues" not in line
     line = hints(capsys, [long, died], 0)
     assert "`batchkv retry b` queues the others again, and `batchkv run` of the same" in line
