@@ -74,6 +74,22 @@ def test_a_parked_row_needs_what_it_shares() -> None:
     assert memory.parked(b"row") is None
 
 
+def test_a_prefix_ends_within_a_block_that_lacks_its_window() -> None:
+    """Of the first blocks the store gives the layers alone that keep all tokens."""
+    kinds = [attention_kind("float"), attention_kind("float", 100)]
+    costs = costs_of(kinds)
+    one, other = (PrefixCache(8 * 256 * costs.per_new_token, costs, kinds) for _ in range(2))
+    (row,) = named(one, [random_prompt(1, 800)])
+    one.publish([row], prefilled(kinds, [row.prompt[:-1]], []), 0, row.num_prefill)
+    parts = {(n, Kind.KV): one._blocks[key].parts[Kind.KV] for n, key in enumerate(row.block_keys)}
+    other.adopt(row.block_keys, parts, partial=row.partial_keys)
+    assert other.num_cached(row) == 0 and other.num_held(row) == 768
+    for start, end in ((0, 576), (512, 576), (512, 768), (64, 704)):
+        found, wanted = (memory.prefix_pieces(row, start, end) for memory in (other, one))
+        assert found is not None and wanted is not None and bits(found[0]) == bits(wanted[0])
+    assert other.prefix_pieces(row, 0, 799) is None
+
+
 def test_rows_with_the_same_end_cut_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others find it there."""
     memory, real, cut = memory_of(), PrefillRows.block, list[tuple[int, ...]]()

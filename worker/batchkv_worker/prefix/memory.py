@@ -168,10 +168,12 @@ class PrefixCache:
         """A row's tokens [start, end), of each layer that keeps every token; None if some lack."""
         if self.num_held(row) < end:
             return None
-        keys = row.block_keys[start // BLOCK_TOKENS : end // BLOCK_TOKENS]
-        blocks = [self._blocks[key] for key in keys]
-        if end % BLOCK_TOKENS:
-            source, num_partial = self._beginning(row, end)
+        first, count = start // BLOCK_TOKENS, end // BLOCK_TOKENS
+        blocks = [self._blocks[key] for key in row.block_keys[first:count]]
+        if num_partial := end % BLOCK_TOKENS:
+            (own,) = row.block_keys[count : count + 1] or [b""]
+            # Its own block may lack a window, so that nobody goes on from its beginning.
+            source = own if Kind.KV in (self._parts(own) or ()) else self._beginning(row, end)
             blocks.append(self._blocks[source].beginning(num_partial))
         parts = [block.parts[Kind.KV] for block in blocks]
         parts[0] = parts[0].after(start % BLOCK_TOKENS)
@@ -185,25 +187,26 @@ class PrefixCache:
             if kind.window is None and not kind.has_state
         }
 
-    def _beginning(self, row: Sequence, end: int) -> tuple[bytes, int]:
-        """The key of a block with the row's tokens after its full blocks before ``end``.
+    def _beginning(self, row: Sequence, end: int) -> bytes:
+        """The key of a block that begins with the row's tokens from its last full block to ``end``.
 
-        And how many tokens these are.
+        There is one if so many tokens count as cached.
         """
         count, num_partial = divmod(end, BLOCK_TOKENS)
         key = within(row.partial_keys, count)[num_partial // PARTIAL_TOKENS - 1]
         source = self._partial.source(key)
-        assert source is not None  # the caller has just asked for it
-        return source, num_partial
+        assert source is not None
+        return source
 
     def blocks_up_to(self, end: int, rows: Items[Sequence]) -> list[list[HeldBlock]]:
         """The chain of each row, with the partial block after it; equal ones are one object."""
-        count, cut = end // BLOCK_TOKENS, dict[bytes, HeldBlock]()
+        count, num_partial = divmod(end, BLOCK_TOKENS)
+        cut: dict[bytes, HeldBlock] = {}
         found = []
         for row in rows:
             blocks = self._chain(row.block_keys[:count])
-            if end % BLOCK_TOKENS:
-                source, num_partial = self._beginning(row, end)
+            if num_partial:
+                source = self._beginning(row, end)
                 if source not in cut:
                     self._touch([source])
                     cut[source] = self._blocks[source].beginning(num_partial)
