@@ -178,10 +178,12 @@ def session(url: str | None) -> Iterator[Session]:
 
 def delays_of(opened: Opened, note: Callable[[str], None]) -> Delays:
     """Finds out why a batch is slow. ``note`` gets sentences that say what to do about it."""
+    own = opened.session
     return Delays(
         opened.client.serving,
         note,
         count_apart=opened.client.count_apart,
+        open_batches=own.client.open_batches if own is not None else lambda _: (),
         refused_writes=opened.refused_writes,
         listed=opened.client.workers,
     )

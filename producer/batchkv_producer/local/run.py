@@ -238,6 +238,7 @@ def _delays(
         reporter.note,
         plan.num_workers,
         count_apart=client.count_apart,
+        open_batches=client.open_batches,
         listed=client.workers,
         refused_writes=partial(refused_writes, connection, url),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from batchkv_producer.agreed import SHORT_OF_MEMORY
 from batchkv_producer.monitor.mismatch import find_mismatch
+from batchkv_producer.monitor.remaining import queue_order
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import (
     ASK_NAME_PREFIX,
@@ -20,6 +21,7 @@ from batchkv_producer.monitor.workers import (
 )
 from batchkv_producer.progress import rows
 from batchkv_producer.retry import read_with_retry
+from batchkv_producer.wire.redis_keys import PRIORITIES
 
 LOOK_SECONDS = 1.0  # between two reads of the workers
 GONE_SECONDS = 30.0  # how long a note waits for the last worker of a queue to come back
@@ -113,6 +115,18 @@ def _apart(num_apart: int) -> Delay | None:
     return Delay(f"{rows(num_apart)} {verb} to run apart: a worker died with {them}")
 
 
+def _behind(status: BatchStatus, open_batches: Sequence[BatchStatus]) -> Delay | None:
+    """No worker holds a row of the batch, and others of its queue are before it."""
+    mine = queue_order(status)
+    before = [one for one in open_batches if queue_order(one) < mine and one.queued + one.running]
+    if not before:
+        return None
+    first = min(before, key=queue_order).batch_id
+    way = "" if status.priority == PRIORITIES[0] else ", and --priority high goes before them"
+    note = f"rows of batch {first} come first: `batchkv cancel {first}` ends them{way}"
+    return Delay("rows of other batches come first", note, is_certain=True)
+
+
 def _unfit(status: BatchStatus, serving: Sequence[WorkerInfo], num_local: int) -> Delay | None:
     found = find_mismatch(status, serving)
     if found is None:
@@ -142,8 +156,9 @@ class Delays:
     """Finds the current delay of one batch, about once a second. Prints each note once.
 
     ``read`` returns the workers of a queue. ``count_apart`` returns the number of its suspects that
-    wait. ``refused_writes`` returns a sentence if the server refuses writes, else "". ``listed``
-    returns the workers of all queues; hosts among them may load the model.
+    wait, ``open_batches`` the batches of queues that are not done. ``refused_writes`` returns a
+    sentence if the server refuses writes, else "". ``listed`` returns the workers of all queues;
+    hosts among them may load the model.
     """
 
     def __init__(
@@ -155,7 +170,9 @@ class Delays:
         count_apart: Callable[[str], int] = lambda _: 0,
         refused_writes: Callable[[], str] = str,
         listed: Callable[[], Sequence[WorkerInfo]] = tuple,
+        open_batches: Callable[[Sequence[str]], Sequence[BatchStatus]] = lambda _: (),
     ) -> None:
+        self._open_batches = open_batches
         self._listed = listed
         self.words = ""
         self._refused_writes = refused_writes
@@ -191,6 +208,9 @@ class Delays:
             delay = delay or find_delay(status, serving, self._num_local)
             if delay is None and status.queued:
                 delay = _apart(read_with_retry(lambda: self._count_apart(status.queue)))
+            if delay is None and status.is_submitted and status.queued and not status.running:
+                others = read_with_retry(lambda: self._open_batches([status.queue]))
+                delay = _behind(status, others)
             self.words = delay.words if delay else ""
             is_hopeless = delay is not None and delay.is_hopeless
             self._hopeless_since = min(now, self._hopeless_since) if is_hopeless else float("inf")

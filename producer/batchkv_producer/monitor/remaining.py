@@ -31,7 +31,7 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
         working = [worker for worker in serving if not (worker.is_away or worker.is_resting)]
         rate = sum(worker.tokens_per_second or 0 for worker in working)
         num_tokens = 0.0
-        for batch in sorted(waiting, key=_queue_order):
+        for batch in sorted(waiting, key=queue_order):
             if not rate or not batch.ok or not batch.completion_tokens:
                 break
             num_open = batch.total - batch.num_ended
@@ -40,7 +40,8 @@ def seconds_left(batches: Iterable[BatchStatus], workers: Sequence[WorkerInfo]) 
     return found
 
 
-def _queue_order(batch: BatchStatus) -> tuple[int, int]:
+def queue_order(batch: BatchStatus) -> tuple[int, int]:
+    """A key by which batches of one queue are computed first."""
     rank = PRIORITIES.index(batch.priority) if batch.priority in PRIORITIES else 1
     return rank, batch.created
 

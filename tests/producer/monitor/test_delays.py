@@ -44,6 +44,34 @@ def worker(doing: str = "") -> WorkerInfo:
     return WorkerInfo("w", "host", 1, ("batchkv:m-1",), "idle", 0.0, 0, 0, 0, doing=doing)
 
 
+@pytest.mark.parametrize("priority", ["normal", "high"])
+def test_a_batch_that_waits_for_others_says_so(priority: str) -> None:
+    """Those before it in its queue, while no worker holds a row of it; and how to go first."""
+    found: list[BatchStatus] = []
+    said: list[str] = []
+    now = [0.0]
+    delays = Delays(
+        lambda _: [worker()], said.append, clock=lambda: now[0], open_batches=lambda _: found
+    )
+    own = status(batch_id="own", created=50, priority=priority, total=4)
+
+    def words(**changes: object) -> str:
+        now[0] += 2
+        return delays.look(replace(own, **changes))  # type: ignore[arg-type]
+
+    later = status(batch_id="later", created=60, priority=priority, total=9)
+    low = status(batch_id="low", created=10, priority="low", total=9)
+    found[:] = [own, later, low]
+    assert words() == "" and not said
+    earlier = status(batch_id="earlier", created=40, priority=priority, total=9, ok=2, running=3)
+    found.append(earlier)
+    assert words() == words() == "rows of other batches come first"
+    assert words(running=1) == "" and words(is_submitted=False) == ""
+    (note,) = said
+    assert note.startswith("rows of batch earlier come first: `batchkv cancel earlier` ends them")
+    assert ("--priority high" in note) is (priority == "normal")
+
+
 class House:
     """Delays of one batch, with workers that come and go and a clock that the test sets."""
 
