@@ -254,7 +254,7 @@ _JSON_FAULTS = {
     "Unterminated string starting at": "a quote is not closed",
     "Invalid control character at": "a text has a control character, which JSON writes as \\u00XX",
     "Expecting value": "a value is missing, or is none of JSON's",
-    "Extra data": "something follows the object",
+    "Extra data": "something comes after the value",
 }
 
 

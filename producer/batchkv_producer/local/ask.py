@@ -115,7 +115,7 @@ def ask(
         try:
             return _ask(*what, revive=revive, worker_command=worker_command, on_piece=on_piece)
         except DesertedError:
-            reporter.note(f"the worker that served {question.served} is gone")
+            reporter.note(f"the worker that served {question.served} is gone or paused")
 
 
 def _ask(
@@ -132,10 +132,9 @@ def _ask(
     source, request = question.source(), question.request()
     served = question.served
     home = tidied_home(connection)  # a dead worker of this machine serves nothing
+    num_local = 0 if _serves(question, client.serving(redis_keys.queue_name(served))) else 1
     with adapter_folders.given(question.adapter):
-        is_served = _is_served(served, client.serving(redis_keys.queue_name(served)))
         weights = fingerprint.of_model(served)
-    num_local = 0 if is_served else 1
     own = own_model(served, question.adapter) if num_local else OwnModel(served)
     if num_local:
         check_model_folder(own.model)
@@ -215,6 +214,7 @@ class _Batch:
 
 
 def _serves(question: Question, serving: Sequence[WorkerInfo]) -> bool:
+    """``_is_served`` for the model of a question, with its adapter."""
     with adapter_folders.given(question.adapter):
         return _is_served(question.served, serving)
 

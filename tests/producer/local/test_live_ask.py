@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,12 @@ def test_a_question_outlives_the_worker_that_would_answer(
                 redis.delete(f"rq:worker:{_name(redis)}")
             assert process.stderr
             said = b""
+            too_long = threading.Timer(40, process.kill)
+            too_long.start()
             while b": a worker is started for this question" not in said:
                 said += process.stderr.readline()
+                assert process.poll() is None, said
+            too_long.cancel()
             names = redis_keys.workers(QUEUE)
             wait_until(lambda: any(b":run-ask-" in name for name in redis.smembers(names)))
             process.send_signal(signal.SIGINT)

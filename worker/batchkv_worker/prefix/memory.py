@@ -143,7 +143,7 @@ class PrefixCache:
         return depth * BLOCK_TOKENS + self._partial.longest(within(row.partial_keys, depth))
 
     def num_held(self, row: Sequence) -> int:
-        """Tokens of the row's longest prefix whose keys and values are here; ``prefix_pieces``."""
+        """Tokens of the row's longest prefix that is here in the layers that keep every token."""
         is_here = (Kind.KV in (self._parts(key) or ()) for key in row.block_keys)
         depth = sum(1 for _ in takewhile(bool, is_here))
         return depth * BLOCK_TOKENS + self._partial.longest(within(row.partial_keys, depth))
@@ -188,7 +188,7 @@ class PrefixCache:
         }
 
     def _beginning(self, row: Sequence, end: int) -> bytes:
-        """The key of a block that begins with the row's tokens from its last full block to ``end``.
+        """The key of a block that begins with what the row has after full blocks, up to ``end``.
 
         There is one if so many tokens count as cached.
         """
