@@ -223,7 +223,10 @@ def test_a_key_is_needed_where_there_is_one(
     assert batch in run(http_url, "list").output and len(batch) == 16
     monkeypatch.setenv("BATCHKV_API_KEY", key[:-1] + "x")
     refused = run(http_url, "list")
-    assert refused.exit_code == 3 and "refuses the key in BATCHKV_API_KEY: ask" in refused.output
+    assert (
+        refused.exit_code == 3
+        and "refuses the key in BATCHKV_API_KEY: ask its operator for another" in refused.output
+    )
     named = run(http_url.replace("//", f"//{key}@"), "list")
     assert named.exit_code == 2 and "Put the key into BATCHKV_API_KEY" in named.output
     assert key not in named.output
