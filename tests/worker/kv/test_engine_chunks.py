@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.engine.prefill import Prefill
+from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.kv.backends.contract import Change, ChunkKernels, DrawKernel, Pacing
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.gpu import (
@@ -86,8 +88,12 @@ def launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppLaunch:
 
 def crowd_of(family: str, scheme: str, launch: Launch | None, **changes: Any) -> Crowd:
     how: dict[str, Any] = {"path": "folded", "scheme": scheme, "prefix_cells": 1, **changes}
-    most_joined = how.pop("most_joined", CudaBackend.most_joined)
-    backend = Backend(made=launch, fuses=how.pop("fuses", False), most_joined=most_joined)
+    fields = ("most_joined", "joins_groups")
+    backend = Backend(
+        made=launch,
+        fuses=how.pop("fuses", False),
+        **{name: how.pop(name, getattr(CudaBackend, name)) for name in fields},
+    )
     return Crowd(family, backend=backend, **how)
 
 
@@ -311,6 +317,42 @@ def test_a_long_prefix_is_not_copied_for_each_row(
     found = crowd.answers(rows)
     assert DENSE in launch.counts and BEHIND not in launch.counts
     assert found == crowd_of("llama", "affine8", None).answers(rows)
+
+
+@pytest.mark.parametrize("scheme", ["affine8", "float", "k8v4", "turbo4"])
+def test_few_rows_behind_each_of_several_prefixes_are_one_chunk(
+    scheme: str, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each behind its own, whatever its length of prompt; and they share them in their slots."""
+    groups = {f"{n} {m}": random_prompt(n, 330) + random_prompt(10 * n + m, 9 + 20 * m)
+              for n in range(5) for m in range(3)}  # fmt: skip
+    chunks: list[tuple[int, bool]] = []
+    real = Prefill._compute_chunk
+
+    def noted(prefill: Prefill, group: PrefillGroup) -> None:
+        chunks.append((len(group.rows), group.is_apart))
+        real(prefill, group)
+
+    monkeypatch.setattr(Prefill, "_compute_chunk", noted)
+    found = []
+    for joins in (True, False):
+        crowd = crowd_of("llama", scheme, launch, joins_groups=joins, slots=16, chunk_tokens=1024)
+        chunks.clear()
+        launch.counts.clear()
+        for name, prompt in groups.items():
+            crowd.add(name, prompt, count=6)
+        shared = set()
+        while not crowd.engine.is_idle:
+            crowd.step()
+            shared |= {one.num_tokens for one in crowd.engine._slots.layouts.prefixes.values()}
+        found.append({name: crowd.tokens(name) for name in groups})
+        assert (BEHIND in launch.counts) == (scheme in ("affine8", "k8v4"))
+        assert shared == {320}
+        if joins:
+            assert [one for one in chunks if one[1]] == [(6, True), (4, True)]
+        else:
+            assert chunks.count((2, False)) == 6 and not any(apart for _, apart in chunks)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("what", ["other numbers", "slower", "refused", "unfinished"])

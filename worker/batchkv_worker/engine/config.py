@@ -38,7 +38,7 @@ class EngineConfig:
     def prefix_costs(self, plan: KvPlan) -> PrefixCosts:
         """Cells that shared prefixes must save under a plan."""
         another = plan.prefix_cells + plan.shapes.group_cost
-        return PrefixCosts(plan.prefix_cells, another, self.max_parts)
+        return PrefixCosts(plan.prefix_cells, another, self.max_parts, plan.joined_tokens)
 
     def launches(self, plan: KvPlan, make: Callable[..., Launches]) -> Launches:
         """What launches for an engine of ``plan``: what is there, or what ``make`` makes."""

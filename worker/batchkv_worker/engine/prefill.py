@@ -85,7 +85,8 @@ class Prefill:
             self._chunk_tokens = self._scheduler.budget.chunk_tokens
             self._rows = self._make_rows(self._width(group), self._chunk_tokens)
             self._build_shared_prefix(group)
-            fill(self._rows, group.rows, self._prefixes, self.shared_prefix)
+            shared, apart = self.shared_prefix, group.is_apart
+            fill(self._rows, group.rows, self._prefixes, shared, apart=apart)
         if not group.is_computed:
             self._compute_chunk(group)
         ENGINE.enter(DECODE)

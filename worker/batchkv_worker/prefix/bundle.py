@@ -131,8 +131,12 @@ class Joined:
             if key not in lines:
                 parts = [block.arrays[array][some] for block in blocks]
                 lines[key] = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+        if 1 < len(lines) == len(order):
+            return mx.concatenate([*lines.values()], axis=1)
         if len(lines) > 1:
-            return mx.concatenate([lines[key] for key in order], axis=1)
+            places = {key: place for place, key in enumerate(lines)}
+            index = mx.array([places[key] for key in order], mx.int32)
+            return mx.take(mx.concatenate([*lines.values()], axis=1), index, axis=1)
         (line,) = lines.values()
         return mx.broadcast_to(line, (line.shape[0], len(order), *line.shape[2:]))
 

@@ -8,7 +8,7 @@ from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
-from batchkv_worker.prefix.bundle import Joined, assemble, block_pieces, parts_after
+from batchkv_worker.prefix.bundle import ALL_PIECES, Joined, assemble, block_pieces, parts_after
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 
@@ -18,8 +18,13 @@ def fill(
     rows: Items[Sequence],
     prefixes: PrefixCache,
     shared: SharedPrefix | None = None,
+    *,
+    apart: bool = False,
 ) -> None:
-    """Give new prefill rows their common number of cached tokens, the first ones ``shared``."""
+    """Give new prefill rows their common number of cached tokens, the first ones ``shared``.
+
+    ``apart``: they are given as a prefix of each row, which its slot shares with other rows.
+    """
     end = rows[0].num_cached
     if not end:
         return
@@ -27,6 +32,11 @@ def fill(
     # Without it the fused kernel serves, which a long rest of a prompt needs more.
     if shared is not None and 2 * shared.num_tokens < prefill.capacity:
         shared = None
+    if apart:
+        joined = Joined(parts_after(0, blocks), ALL_PIECES)
+        for index, layer in enumerate(prefill.layers):
+            layer.share_each(joined.layer(index), end)
+        return
     low = shared.num_tokens if shared is not None else 0
     is_left = low < end and prefixes.block_layout.has_kv
     own = Joined(parts_after(low, blocks)) if is_left else None

@@ -126,15 +126,17 @@ def sharing(
     shares: bool = True,
     prefix_cost: int = 3 * 256,
     most: int = MAX_PARTS,
+    joined: int = 0,
+    memory: int = 10**9,
 ) -> Scheduler:
     """All full blocks of a row are here, up to ``cached`` tokens."""
-    budget = Budget(512, 10**9, Costs(1))
+    budget = Budget(512, memory, Costs(1))
 
     def num_cached(row: Sequence) -> int:
         return min(cached, 256 * len(row.block_keys))
 
     layouts = SlotLayouts(slots)
-    costs = PrefixCosts(prefix_cost, prefix_cost, most)
+    costs = PrefixCosts(prefix_cost, prefix_cost, most, joined)
     return Scheduler(layouts, budget, num_cached, shares=shares, prefix_costs=costs)
 
 
@@ -371,6 +373,67 @@ def test_rows_of_another_prefix_are_not_in_the_group() -> None:
         seen.append("".join(sorted(one.job_id for one in group.rows)))
         plan.abandon_group()
     assert seen == ["a0a1a2a3a4", "b0b1b2b3b4", "c0c1c2c3c4"]
+
+
+def groups_of(plan: Scheduler) -> list[tuple[str, bool]]:
+    """The rows of each group, and whether each is behind a prefix of its own."""
+    found = []
+    while (group := plan.next_group()) is not None:
+        found.append((" ".join(sorted(one.job_id for one in group.rows)), group.is_apart))
+        plan.abandon_group()
+    return found
+
+
+def test_few_rows_behind_each_of_several_prefixes_are_one_group() -> None:
+    """Each is behind its own then. A row that shares nothing, or less, is in another group."""
+    plan = sharing(slots=16, joined=5 * 1000)
+    for name in ("a0", "b0", "c0", "a1", "b1"):
+        plan.add(keyed(name, 3 * name[0]))
+    plan.add(keyed("alone", "xyz"))
+    plan.add(keyed("short 0", "q"))
+    plan.add(keyed("short 1", "q"))
+    assert groups_of(plan) == [
+        ("a0 a1 b0 b1", True),
+        ("alone c0", False),
+        ("short 0 short 1", False),
+    ]
+
+
+def test_a_group_behind_several_prefixes_has_so_many_tokens_at_most() -> None:
+    """Cached ones, too, and those of the longest row: all are padded to it."""
+    for joined, first in (
+        (4 * 778, "a0 a1 b0 b1"),
+        (4 * 778 - 1, "a0 a1 b0"),
+        (3 * 778 - 1, "a0 a1"),
+    ):
+        plan = sharing(slots=16, joined=joined)
+        for name in ("a0", "b0", "a1", "b1"):
+            plan.add(keyed(name, 3 * name[0], own=9 if name == "a0" else 10))
+        assert groups_of(plan)[0] == (first, first != "a0 a1"), joined
+
+
+def test_rows_that_need_a_pass_of_their_own_anyway_are_not_joined_with_others() -> None:
+    """Four of 32 tokens are a quarter of a chunk. More tokens than the prefix has are too many."""
+    for own, joins in ((31, True), (32, False)):
+        plan = sharing(slots=16, joined=10**6)
+        for number in range(4):
+            plan.add(keyed(f"a{number}", "aaa", own=own))
+            plan.add(keyed(f"b{number}", "bbb", own=own))
+        assert groups_of(plan)[0][1] is joins, own
+    plan = sharing(slots=16, joined=10**6, prefix_cost=100)
+    for name in ("a0", "b0", "c0", "a1", "b1", "c1"):
+        plan.add(keyed(name, name[0], own=257 if name[0] == "b" else 10))
+    assert groups_of(plan) == [("a0 a1 c0 c1", True), ("b0", False), ("b1", False)]
+
+
+def test_rows_behind_several_prefixes_are_not_joined_without_room_for_copies() -> None:
+    """Then those behind one prefix are computed after it, in place."""
+    names = ("a0", "b0", "a1", "b1")
+    for memory, joins in ((10**9, True), (3000, False)):
+        plan = sharing(slots=16, joined=10**6, memory=memory)
+        for name in names:
+            plan.add(keyed(name, 3 * name[0]))
+        assert groups_of(plan)[0] == (("a0 a1 b0 b1", True) if joins else ("a0 a1", False))
 
 
 def test_what_prefixes_stand_on_counts_once_in_the_memory() -> None:

@@ -11,10 +11,28 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
+from batchkv_worker.engine.schedule.prefix_split import SplitPoints, key_at, num_shared
 from batchkv_worker.prefix.partial_blocks import PARTIAL_TOKENS
 from batchkv_worker.sequence import Sequence
 
 PASS_SHARE = 4  # of a chunk: a pass of fewer tokens costs about as much as one of so many
+
+
+def with_the_first(rows: Rows[Sequence], shared: int, *, is_ragged: bool) -> list[Sequence]:
+    """The rows that one group may have with the first, which have as many cached blocks.
+
+    ``shared``: tokens of its prefix, if it has one. Each row needs a token of its own after them.
+    Unless ``is_ragged`` prompts are equally long.
+    """
+    first = rows[0]
+    return [
+        row
+        for row in rows
+        if row.num_cached // BLOCK_TOKENS == first.num_cached // BLOCK_TOKENS
+        and not row.parked
+        and (is_ragged or row.num_prefill == first.num_prefill)
+        and (not shared or row.num_prefill > shared)
+    ]
 
 
 def start_together(rows: Rows[Sequence], room: int, chunk_tokens: int) -> list[Sequence]:
@@ -42,6 +60,38 @@ def start_together(rows: Rows[Sequence], room: int, chunk_tokens: int) -> list[S
     for row in found:
         row.num_cached = cached
     return found
+
+
+def behind_others(
+    rows: Rows[Sequence],
+    alike: Rows[Sequence],
+    split_points: Callable[[Sequence, int], SplitPoints],
+    chunk_tokens: int,
+    joined: int,
+) -> list[Sequence]:
+    """Rows behind other shared prefixes that are computed in one chunk with ``rows``; none: alone.
+
+    All have as many cached tokens, and each a shared prefix of them, as ``split_points`` says.
+    ``rows`` have one of these. They are not alone if a pass for them costs as much as one of more
+    tokens. At most ``joined`` tokens are in the chunk, cached ones included.
+    """
+    shared, num_own = rows[0].num_cached, rows[0].num_prefill - rows[0].num_cached
+    if not joined or not 0 < len(rows) * num_own < chunk_tokens // PASS_SHARE:
+        return []
+    ends: dict[bytes | None, int] = {}
+    found = []
+    for row in alike:
+        # Before more tokens of its own, a prefix is not read in place.
+        if row.num_cached == shared and 0 < row.num_prefill - shared <= shared:
+            key = key_at(row, shared)
+            if key not in ends:
+                ends[key] = num_shared(split_points(row, shared))
+            if ends[key] == shared:
+                found.append(row)
+    if not found or found[0] is not rows[0]:
+        return []
+    found = found[: joined // max(row.num_prefill for row in found)]
+    return found if len(found) > len(rows) else []
 
 
 def _starting_after(cached: int, rows: Rows[Sequence], most: int) -> list[Sequence]:

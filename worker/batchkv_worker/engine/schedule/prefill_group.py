@@ -23,6 +23,7 @@ class PrefillGroup:
     position: int = 0  # tokens computed, or taken from the cache, so far; see advance
     split_points: SplitPoints = ()  # of the prefix that all its rows share with others
     shared_prefix: PrefixPart | None = None  # the last part of that prefix; see share
+    is_apart: bool = False  # its rows are behind different prefixes, each its cached tokens
 
     def share(self, part: PrefixPart | None) -> None:
         """Its rows are computed after this shared prefix; None: without one."""

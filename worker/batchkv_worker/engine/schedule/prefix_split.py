@@ -42,12 +42,14 @@ class PrefixCosts:
     """How many cells a shared prefix must save: the first of a chain, and another one after it.
 
     Another one splits the rows of the first into groups, and each group starts kernels.
-    ``most`` is how many parts a chain may have.
+    ``most`` is how many parts a chain may have. ``joined``: few rows behind each of several
+    prefixes are computed in one chunk, if they have so many tokens at most; 0: they are not.
     """
 
     first: int = 0
     another: int = 0
     most: int = MAX_PARTS
+    joined: int = 0
 
 
 def choose_split_points(

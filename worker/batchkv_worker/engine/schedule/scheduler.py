@@ -9,7 +9,12 @@ from itertools import islice, pairwise, takewhile
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
 from batchkv_worker.engine.schedule.admission import Budget, OutputLengths
-from batchkv_worker.engine.schedule.common_tokens import Leaders, start_together
+from batchkv_worker.engine.schedule.common_tokens import (
+    Leaders,
+    behind_others,
+    start_together,
+    with_the_first,
+)
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.policy import (
     as_many_as_fit,
@@ -275,7 +280,7 @@ class Scheduler:
 
         Rows that have their next tokens in common with a chosen row wait for it (``Leaders``).
         """
-        window, points = self._alike()
+        window, points, is_apart = self._alike()
         is_live = bool(window) and window[0].is_live
         free = self.layouts.num_free - (0 if is_live else self._num_kept())
         chunk = self.memory.budget.chunk_tokens if is_live else self.chunk_tokens
@@ -294,20 +299,21 @@ class Scheduler:
         for row in rows:
             row.start_prefill(self._stops(row) if self._state_blocks else frozenset())
             self._discount(row)
-        return PrefillGroup(rows, cached, points)
+        return PrefillGroup(rows, cached, points, is_apart=is_apart)
 
     def _num_kept(self) -> int:
         """Slots that rows of batches do not get: one for the next live row while any come."""
         return 1 if self._lane_chunk and self.layouts.num_slots > 1 else 0
 
-    def _alike(self) -> tuple[list[Sequence], SplitPoints]:
+    def _alike(self) -> tuple[list[Sequence], SplitPoints, bool]:
         """Ready rows that may be computed with the next one, those of similar length first.
 
-        Also returns the split points of the prefix that all of them share.
+        Also returns the split points of the prefix that all of them share, and whether each has its
+        cached tokens for itself instead.
         """
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
         if not window:
-            return [], ()
+            return [], (), False
         live = [row for row in window if row.is_live]
         left = self._steps_left(window)
         window = live or in_turn(window, left)
@@ -315,23 +321,17 @@ class Scheduler:
             row.num_cached = self._num_cached(row)
         if parked := window[0].parked:  # computed already: it only needs a slot
             alike = [row for row in window if row.parked == parked]  # choices of one row
-            return alike, self._points_of_parked(window[0])
-        cached, goal = window[0].num_cached, window[0].num_prefill
+            return alike, self._points_of_parked(window[0]), False
         points = self.split_points(window[0], window[0].num_cached)
         shared = num_shared(points)
         last = key_at(window[0], shared)
-        window = [
-            row
-            for row in window
-            if row.num_cached // BLOCK_TOKENS == cached // BLOCK_TOKENS
-            and not row.parked
-            and key_at(row, shared) == last
-        ]
-        if shared:  # a row needs a token of its own
-            window = [row for row in window if row.num_prefill > shared]
-        if not self._ragged:
-            window = [row for row in window if row.num_prefill == goal]
-        return most_alike(window, left), points
+        window = with_the_first(window, shared, is_ragged=self._ragged)
+        same = [row for row in window if key_at(row, shared) == last]
+        limits = self.chunk_tokens, self._prefix_costs.joined
+        others = behind_others(same, window, self.split_points, *limits)
+        if others and self._fits_memory(others[: self.layouts.num_free], ()):
+            return most_alike(others, left), (), True
+        return most_alike(same, left), points, False
 
     def split_points(
         self, row: Sequence, num_cached: int, computed_after: PrefixPart | None = None

@@ -26,10 +26,17 @@ def attend_chunk(
 ) -> mx.array:
     """``attend`` for a chunk of prompts; a ``mask`` that is a word means causal.
 
+    ``shared`` are of all rows together, or of each row.
+
     If the backend has a fused kernel, a copy of the prefixes for each of a few rows, made for one
     layer and dropped, is faster than two products with scores in memory.
     """
-    if layer.backend.has_fused_attention and (isinstance(mask, str) or mask is None):
+    is_apart = shared[0][0][0].shape[0] > 1
+    if is_apart and isinstance(mask, mx.array):
+        before = sum(one[0][0].shape[-2] for one in shared)
+        seen = mx.ones((*mask.shape[:-1], before), mx.bool_)
+        mask = mx.concatenate([seen, mask], axis=-1)
+    if is_apart or (layer.backend.has_fused_attention and not isinstance(mask, mx.array)):
         return _attend_dense(layer, queries, shared, own, scale, mask, sinks)
     if isinstance(mask, str):
         num_tokens, columns = queries.shape[2], own[0][0].shape[-2]
@@ -43,7 +50,7 @@ def _attend_dense(
     shared: Sequence[PackedKV],
     own: PackedKV,
     scale: float,
-    mask: str | None,
+    mask: Any,
     sinks: mx.array | None,
 ) -> mx.array:
     """The fused kernel over the prefixes and what comes after them, of a few rows at once."""
@@ -60,13 +67,16 @@ def _attend_dense(
     few = max(1, MAX_DENSE // of_row)
     found = []
     for low in range(0, queries.shape[0], few):
-        keys, values = (_joined(prefixes, rest[low : low + few]) for prefixes, rest in both)
-        some = rotated[low : low + few]
-        found.append(layer.backend.attention(some, keys, values, scale, mask, sinks))
+        rows = slice(low, low + few)
+        keys, values = (_joined(prefixes, rest, rows) for prefixes, rest in both)
+        given = mask[rows] if isinstance(mask, mx.array) and mask.shape[0] > 1 else mask
+        found.append(layer.backend.attention(rotated[rows], keys, values, scale, given, sinks))
     return scheme.values.unrotate(mx.concatenate(found, axis=0))
 
 
-def _joined(shared: list[mx.array], own: mx.array) -> mx.array:
-    """The shared prefixes and then each row's own tokens, ``[rows, heads, tokens, size]``."""
-    lines = [mx.broadcast_to(part, (own.shape[0], *part.shape[1:])) for part in shared]
+def _joined(shared: list[mx.array], own: mx.array, rows: slice) -> mx.array:
+    """Of some rows the prefixes, then their own tokens, ``[rows, heads, tokens, size]``."""
+    own = own[rows]
+    before = [part if part.shape[0] == 1 else part[rows] for part in shared]
+    lines = [mx.broadcast_to(part, (own.shape[0], *part.shape[1:])) for part in before]
     return mx.concatenate([*lines, own], axis=2)

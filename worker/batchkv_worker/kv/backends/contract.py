@@ -139,8 +139,8 @@ class ChunkKernels(Protocol):
     ) -> tuple[PackedKV, tuple[mx.array, mx.array]]:
         """The parts, and the dense numbers that the schemes give back, ``[rows, kv heads, ...]``.
 
-        Columns are those of the ``prefix`` (parts of one row), then ``tokens``. Rows and tokens
-        that are not given are zeros.
+        Columns are those of the ``prefix`` (parts of one row for all, or of each row), then
+        ``tokens``. Rows and tokens that are not given are zeros.
         """
 
 
@@ -185,6 +185,10 @@ class Backend(Protocol):
     @property
     def starts_each_layer(self) -> bool:
         """Whether each layer of a decode step is started when it is built, not the whole step."""
+
+    @property
+    def joins_groups(self) -> bool:
+        """Whether few prompts behind each of several prefixes are computed in one chunk."""
 
     @property
     def most_joined(self) -> int:

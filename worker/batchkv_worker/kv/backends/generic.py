@@ -42,6 +42,7 @@ class GenericBackend:
     launches_beside: bool = False
     writes_rows_at_once: bool = False
     copies_values: bool = False
+    joins_groups: bool = False
     most_joined: int = 2**26
     replays_steps: bool = False
     spreads_codes: bool = True

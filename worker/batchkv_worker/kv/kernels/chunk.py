@@ -55,9 +55,9 @@ class ChunkKernel:
     ) -> tuple[PackedKV, tuple[mx.array, mx.array]]:
         """The parts, and the numbers that the schemes give back for them, for attention.
 
-        These are ``[rows, kv heads, columns, size]``: of the ``prefix`` (parts of one row) if there
-        is one, then of the ``tokens``. Rows and tokens beyond the given ones are zeros. The columns
-        are at most ``MOST_COLUMNS``.
+        These are ``[rows, kv heads, columns, size]``: of the ``prefix``, if there is one (parts of
+        one row for all, or of each), then of the ``tokens``. Rows and tokens beyond the given ones
+        are zeros. The columns are at most ``MOST_COLUMNS``.
         """
         before = 0 if prefix is None else prefix[0][0].shape[2]
         found = self._run(keys, values, prefix, (rows, before + tokens), is_dense=True)

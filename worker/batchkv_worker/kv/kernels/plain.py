@@ -146,7 +146,7 @@ class PlainChunks:
             dense = tensor.unpack_stored(own, self.dtype)
             if old:
                 shared = tensor.unpack_stored(old, self.dtype)
-                lines = mx.broadcast_to(shared, (keys.shape[0], *shared.shape[1:]))
+                lines = mx.broadcast_to(shared, (keys.shape[0], *shared.shape[1:]))  # one, or all
                 dense = mx.concatenate([lines, dense], axis=2)
             has_pads = (rows, tokens) != (keys.shape[0], keys.shape[2])
             found.append(mx.pad(dense, width) if has_pads else dense)

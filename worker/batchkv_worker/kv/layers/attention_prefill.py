@@ -90,30 +90,32 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         self.base, self.offset = first, end
 
     def share(self, prefixes: Sequence[PackedKV], num_tokens: int) -> None:
-        """Start after a chain of prefixes. Restored pieces follow the prefixes.
+        """Start after a chain of prefixes, ``[1, ...]`` for all rows or ``[rows, ...]``.
 
-        Only for models that leave attention to ``attend``, because their dense keys and values lack
-        the prefixes.
+        Restored pieces follow the prefixes. Only for models that leave attention to ``attend``,
+        because their dense keys and values lack the prefixes.
         """
         self._shared = tuple(prefixes)
         self.base = self.offset = num_tokens
         self._capacity -= num_tokens
+
+    def share_each(self, pieces: Pieces, num_tokens: int) -> None:
+        self.share([self._scheme.split(pieces)], num_tokens)
 
     def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> Pieces:
         start = prefix_tokens if self._window is None else max(0, length - self._window + 1)
         return self._cut(index, count, start, length)
 
     def block(self, index: int, start: int, end: int, count: int = 1) -> Pieces:
-        if start >= self.base or not self._shared:
-            return self._cut(index, count, start, end)
-        own = self._cut(index, count, self.base, end)  # a shared prefix has the block's beginning
-        both = zip(_last_columns(self._shared, self.base - start), own, strict=True)
-        return tuple(
-            mx.concatenate([mx.broadcast_to(before, (count, *before.shape[1:])), part], axis=-2)
-            for before, part in both
-        )
+        return self._cut(index, count, start, end)
 
     def _cut(self, index: int, count: int, start: int, end: int) -> Pieces:
+        if start < self.base and self._shared:  # a prefix has the first of these tokens
+            own = self._cut(index, count, self.base, end)
+            before = _last_columns(self._shared, self.base - start)
+            rows = [part if part.shape[0] == 1 else part[index : index + count] for part in before]
+            lines = [mx.broadcast_to(part, (count, *part.shape[1:])) for part in rows]
+            return tuple(mx.concatenate(both, axis=-2) for both in zip(lines, own, strict=True))
         if not self.base <= start <= end <= self.offset:
             raise ValueError(f"tokens {start} to {end} are not in {self.base} to {self.offset}")
         low, high = start - self.base, end - self.base
@@ -261,7 +263,7 @@ def _widened(part: mx.array | None, like: mx.array, columns: int, used: int) -> 
 
 
 def _last_columns(prefixes: Sequence[PackedKV], count: int) -> Pieces:
-    """The last tokens of a chain of prefixes, ``[1, heads, count, part size]``."""
+    """The last tokens of a chain of prefixes, ``[1 or rows, heads, count, part size]``."""
     lines: list[Pieces] = []
     for keys, values in reversed(prefixes):
         columns = keys[0].shape[-2]

@@ -74,6 +74,10 @@ class PrefillLayer(ABC):
         """
         raise ValueError("this kind of layer shares no prefix")
 
+    def share_each(self, pieces: Pieces, num_tokens: int) -> None:
+        """``share`` with a prefix for each row: ``pieces`` ``[rows, ...]`` of that many tokens."""
+        raise ValueError("this kind of layer shares no prefix")
+
     @abstractmethod
     def row(self, index: int, length: int, prefix_tokens: int = 0, count: int = 1) -> Pieces:
         """The pieces that a slot needs of row ``index`` after its ``length`` tokens (at least one).

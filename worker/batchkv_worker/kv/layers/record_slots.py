@@ -85,6 +85,8 @@ class RecordSlots(AttentionSlots):
         keys, values = self._packed.split(tuple(source.arrays))
         if min(part.size for part in (*keys, *values)) < LEAST_NUMBERS:
             return False
+        if self._window is None and any(row.shared < source.base for row in rows.rows):
+            return False  # a prefix has tokens that they keep as their own
         self._wait()
         (buffer,) = self._keys
         places = rows.places(write, self._window, source.base)

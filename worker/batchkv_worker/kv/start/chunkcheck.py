@@ -40,9 +40,9 @@ def are_better(kernels: ChunkKernels, layer: LayerAttention) -> bool:
     plain = PlainChunks(layer.scheme, layer.dtype)
     keys, values = _numbers(layer, ROWS, TOKENS)
     in_turn = mx.contiguous(values.swapaxes(1, 2)).swapaxes(1, 2)  # as models have them
-    prefix = plain.pack(*_numbers(layer, 1, _BEFORE))
-    mx.eval(in_turn, prefix)
-    forms = _results(plain, keys, in_turn, prefix), _results(kernels, keys, in_turn, prefix)
+    prefixes = [plain.pack(*_numbers(layer, rows, _BEFORE)) for rows in (1, ROWS)]
+    mx.eval(in_turn, prefixes)
+    forms = _results(plain, keys, in_turn, prefixes), _results(kernels, keys, in_turn, prefixes)
     if not all(_equal(wanted, found) for wanted, found in zip(*forms, strict=True)):
         log.warning("one kernel packs chunks of %s differently: it is not used", layer.scheme)
         return False
@@ -74,13 +74,14 @@ def _gain(plain: ChunkKernels, kernels: ChunkKernels, layer: LayerAttention, row
 
 
 def _results(
-    way: ChunkKernels, keys: mx.array, values: mx.array, prefix: PackedKV
+    way: ChunkKernels, keys: mx.array, values: mx.array, prefixes: Sequence[PackedKV]
 ) -> Iterator[list[mx.array]]:
-    """Of each form: packed alone, with pads, behind a prefix; values as they are, and as a view."""
+    """Of each form: packed alone, with pads, behind prefixes; values as they are, and as a view."""
     for given in (values, _view(values)):
         yield _flat(way.pack(keys, given))
         yield _flat(way.pack_and_give(keys, given, None, _MORE_ROWS, _MORE_TOKENS))
-        yield _flat(way.pack_and_give(keys, given, prefix, _MORE_ROWS, TOKENS))
+        for prefix in prefixes:
+            yield _flat(way.pack_and_give(keys, given, prefix, _MORE_ROWS, TOKENS))
 
 
 def _view(values: mx.array) -> Input:

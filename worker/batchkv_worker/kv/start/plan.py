@@ -61,6 +61,20 @@ class KvPlan:
         """Whether a layer keeps a state, which exists only where a chunk ended."""
         return any(kind.has_state for kind in self.kinds)
 
+    @property
+    def joined_tokens(self) -> int:
+        """Tokens of rows behind different prefixes that one chunk may have; 0: it has none.
+
+        Cached ones count. Layers with a window or a state take another way.
+        """
+        if not self.backend.joins_groups or not self.shares:
+            return 0
+        if any(not isinstance(kind, AttentionKind) or kind.window for kind in self.kinds):
+            return 0
+        shapes = [kind.scheme.shape for kind in self.kinds if isinstance(kind, AttentionKind)]
+        numbers = max(one.num_heads * (one.key_size + one.value_size) for one in shapes)
+        return self.backend.most_joined // numbers
+
     def slots(
         self, num_slots: int, before_computing: Callable[[], None] = lambda: None
     ) -> DecodeSlots:

@@ -31,6 +31,7 @@ class CudaBackend(GpuBackend):
     columns_multiple: int = 64
     rows_multiple: int = 8
     launches_beside: bool = True
+    joins_groups: bool = True  # the host launches a chunk in the time of 500 tokens and more
     most_joined: int = 2**27  # prompts of 64 slots behind a few hundred tokens, in one chunk
     usual_chunk: int = 2048
     largest_chunk: int = 4096  # a slow host may launch 2,048 later than an H100 ends them

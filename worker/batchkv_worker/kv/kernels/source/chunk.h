@@ -1,5 +1,6 @@
 // Packed keys and values of a chunk's tokens, part by part. With DENSE also the numbers that the parts
-// give, for attention of the chunk; with BEHIND those of a prefix that all rows share before them.
+// give, for attention of the chunk; with BEHIND those of a prefix before them, that all rows share or
+// that each row has for itself.
 // Inputs keys, values, and the prefix's parts; outputs the parts, then dense keys and dense values. A
 // threadgroup has one column of one row, for some KV heads. Dense outputs may have more rows than there
 // are, and more columns: these are zeros. The first KEY_LANES of a head's SPAN threads have its key, the
@@ -10,6 +11,7 @@ const int head = GROUP_X * HEADS + THREAD_X / SPAN;
 const int row = GROUP_Y;
 #if BEHIND
 const int before = old_key_codes_shape[2];
+const int prefix = old_key_codes_shape[0] > 1 ? row : 0;
 #else
 const int before = 0;
 #endif

@@ -1,8 +1,8 @@
 // Numbers that packed ones give back. A dialect defines GIVEN_BACK as its mx.dequantize computes it.
 
-// The part of a prefix that a KV head has of a column, and the step between its numbers.
+// The part of a row's prefix that a KV head has of a column, and the step between its numbers.
 #define OF_PREFIX(part, strides) \
-  part + head * int64_t(strides[1]) + GROUP_Z * int64_t(strides[2]), int64_t(strides[3])
+  part + prefix * int64_t(strides[0]) + head * int64_t(strides[1]) + GROUP_Z * int64_t(strides[2]), int64_t(strides[3])
 
 // Numbers 8 * unit and so on of one vector of affine codes, which lie in one piece. Scales and biases
 // need not.
