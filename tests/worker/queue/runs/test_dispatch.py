@@ -110,10 +110,19 @@ def test_work_is_shared_by_speed(told: Crowd, count: int) -> None:
 
 def test_what_was_promised_is_started() -> None:
     """Redis counts the rows as begun for which there was room. The queue may be empty since."""
-    view = View(slots=16, prefetch=32, num_started=30, backlog=40, queued=0, num_workers=2)
-    assert jobs_to_start(view) == 0, "few rows wait in the engine at the end"
+    view = View(slots=16, prefetch=32, num_started=48, backlog=40, queued=0, num_workers=2)
+    assert jobs_to_start(view) == 0
     assert jobs_to_start(view, promised=18) == 18
     assert jobs_to_start(replace(view, backlog=4), promised=18) == 4
+
+
+def test_the_engine_gets_what_the_worker_holds_at_the_end_too() -> None:
+    """Many rows end at one moment. What waits in the engine has their slots at once."""
+    view = View(slots=16, prefetch=32, num_started=30, backlog=40, queued=0, num_workers=2)
+    assert is_ending(view)
+    assert jobs_to_start(view) == 18
+    assert jobs_to_start(replace(view, num_started=0)) == 40
+    assert jobs_to_take(replace(view, backlog=0)) == 0, "and asks for no more than it needs"
 
 
 def test_a_slow_worker_leaves_the_last_rows() -> None:
@@ -150,12 +159,13 @@ def test_choices_count_as_rows(view: View, taken: int, returned: int) -> None:
 @given(VIEWS)
 def test_what_holds_for_every_view(view: View) -> None:
     """Counts are never negative, starts fit, takes are no more than a share or what is asked."""
-    assert 0 <= jobs_to_start(view) <= min(view.backlog, view.room)
+    most = max(0, view.slots + view.prefetch - view.num_started)
+    assert jobs_to_start(view) == min(view.backlog, most)
     assert 0 <= jobs_to_return(view) <= view.backlog
     taken = jobs_to_take(view)
     assert 0 <= taken <= max(1, view.queued)
     assert 0 <= jobs_to_recall(view) <= view.waiting
-    if view.num_workers > 1 and taken > view.free_slots:
+    if view.num_workers > 1 and view.queued and taken > view.free_slots:
         assert not is_ending(view)
     if not view.num_started and not view.backlog:
         assert taken >= 1, "an empty worker always asks"

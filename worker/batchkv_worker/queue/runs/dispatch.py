@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from batchkv_producer.agreed import RUN_ROWS
 from batchkv_worker.queue.runs.pace import Crowd, Pace
 
-AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothing to do
+AHEAD_AT_END = 8  # rows for which a worker asks ahead when others may soon have nothing to do
 HAND_OVER_SPEED = 2.5  # of the other worker, against the own one: a row is half done on average
 SLACK_SECONDS = 0.5  # of work above the share that a worker keeps, as giving it back takes a while
 
@@ -67,12 +67,12 @@ class View:
 
     @property
     def ahead(self) -> int:
-        """Rows that may wait in the engine now: few when others could soon do them."""
+        """Rows that it takes before there are slots for them: few when others could soon do them."""
         return min(self.prefetch, AHEAD_AT_END) if is_ending(self) else self.prefetch
 
     @property
     def room(self) -> int:
-        """Rows that the engine has room for, those that wait in it included."""
+        """Rows that it could take now for slots, and ahead."""
         return max(0, self.slots + self.ahead - self.num_started)
 
     @property
@@ -172,8 +172,11 @@ def jobs_to_start(view: View, promised: int = 0) -> int:
     """How many rows of the backlog to hand to the engine now, or fewer jobs with as many rows.
 
     ``promised``: rows for which there was room when they were pulled. Redis counts them as begun.
+    Near the end, too, the engine gets all that it has room for: rows that wait in it fill the slots
+    of many that end at one moment, and can go back like the backlog.
     """
-    return min(view.backlog, max(view.room, promised))
+    room = view.slots + view.prefetch - view.num_started
+    return min(view.backlog, max(room, promised, 0))
 
 
 def jobs_to_return(view: View) -> int:
