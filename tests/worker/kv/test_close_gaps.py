@@ -114,3 +114,23 @@ def test_gaps_are_closed_only_where_a_step_computes_a_quarter_fewer_rows(
     assert {to.get(slot, slot): row for slot, row in before.items()} == rows.by_slot
     assert all(row.slot == slot for slot, row in rows.by_slot.items())
     slots.check()
+
+
+@pytest.mark.parametrize(
+    ("chunk_steps", "answer", "num_rows"), [(0.0, 16, 5), (1.0, 16, 8), (1.0, 24, 5), (2.0, 24, 8)]
+)
+def test_gaps_are_not_closed_for_a_few_steps_where_moving_costs_steps(
+    chunk_steps: float, answer: int, num_rows: int
+) -> None:
+    """Moving costs as much as some steps there. What the last row may generate decides."""
+    crowd = crowd_of("llama", "float", x86(chunk_steps=chunk_steps))
+    for index in range(SLOTS):
+        crowd.add(str(index), random_prompt(index, 20), answer, ignore_eos=True)
+    while len(crowd.engine._rows) < SLOTS:
+        crowd.step()
+    for number in (1, 2, 5):
+        crowd.engine.cancel(crowd.engine._rows[number].job_id)
+    crowd.step(2)
+    assert crowd.engine._slots.layouts.main.num_rows == num_rows
+    crowd.drain()
+    assert len(crowd.ended) == 5

@@ -33,6 +33,7 @@ from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 
 LEAST_CLOSED = 0.75  # of the rows that a step computes, which are left when gaps are closed
+STEPS_LEFT = 16  # for each step that a chunk costs: so many must come for gaps to be closed
 _parked = count(1)
 log = logging.getLogger("batchkv.engine")
 
@@ -155,8 +156,13 @@ class DecodeRows:
         """Move rows into free slots below them, so that steps compute few free slots.
 
         For when no row waits. It copies rows and waits for the step in flight, so a step must then
-        compute a quarter fewer rows. Rows that are below this number of slots already stay.
+        compute a quarter fewer rows. Rows that are below this number of slots already stay. Where
+        the host is what takes time, fewer rows save little, and moving them costs as much as
+        several steps: then some row must have many steps left.
         """
+        main, chunk_steps = self._slots.layouts.main, self.scheduler.budget.chunk_steps
+        if main.last_end - main.write < STEPS_LEFT * chunk_steps:
+            return
         now = self._slots.rows_of_step()
         then = self._slots.rows_of_step(self._slots.layouts.num_active)
         if then <= LEAST_CLOSED * now:

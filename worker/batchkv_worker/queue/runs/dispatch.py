@@ -67,7 +67,7 @@ class View:
 
     @property
     def ahead(self) -> int:
-        """Rows that it takes before there are slots for them: few when others could soon do them."""
+        """Rows that it takes before there are slots for them: few if others could soon do them."""
         return min(self.prefetch, AHEAD_AT_END) if is_ending(self) else self.prefetch
 
     @property
