@@ -51,7 +51,9 @@ def add(
     """
     num_bytes = _size(max_bytes)
     with session(url) as opened:
-        key = KeyStore(opened.connection).add(
+        store = KeyStore(opened.connection)
+        is_first = not store.all()
+        key = store.add(
             name,
             is_admin=admin,
             reads_metrics=metrics,
@@ -60,6 +62,7 @@ def add(
             max_bytes=num_bytes,
         )
     click.echo(key)
+    say("it is shown once: keep it" + (". From now on each request needs a key" * is_first))
 
 
 def _size(text: str | None) -> int:
@@ -97,6 +100,8 @@ def list_keys(url: str | None, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
+    if not found:
+        click.echo("no API keys: `batchkv keys add NAME` makes one")
     for key in found:
         click.echo(
             "  ".join([key.name, key.key_id, f"made {moment_text(key.created)}", *_terms(key)])

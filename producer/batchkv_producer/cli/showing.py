@@ -36,6 +36,7 @@ from batchkv_producer.tables import (
 )
 from batchkv_producer.wire.maker import Maker
 
+NO_BATCHES = "no batches: `batchkv run FILE -m MODEL` computes the rows of a file"
 MIN_PART_CHARS = 16  # of a part that is cut; a shorter one is left out
 
 
@@ -54,7 +55,7 @@ def show_overview(
         return
     batches, num_older = newest(client, limit)
     left, room = times_left(client, batches, found), read_memory_use()
-    click.echo("\n".join(table_lines(_overview_columns(batches, left))))
+    _print_batches(_overview_columns(batches, left))
     _print_older(num_older)
     click.echo("")
     show_workers(found)
@@ -101,8 +102,13 @@ def show_list(client: BatchClient, limit: int | None) -> None:
         Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
         Column("NAME", [b.name for b in batches], shorten_names, drop=4),
     ]  # fmt: skip
-    click.echo("\n".join(table_lines(columns)))
+    _print_batches(columns)
     _print_older(num_older)
+
+
+def _print_batches(columns: list[Column]) -> None:
+    title, *lines = table_lines(columns)
+    click.echo("\n".join([title, *lines]) if lines else NO_BATCHES)
 
 
 def newest(client: BatchClient, limit: int | None) -> tuple[list[BatchStatus], int]:
@@ -127,7 +133,6 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
         return batch.is_done
     rate, serving, passing = facts.tokens_per_second, facts.serving, facts.passed_by
     soon = "" if facts.seconds_left is None else duration(facts.seconds_left)
-    pauses = ", pauses included" if counts_pauses(batch) else ""
     print_fields(
         [
             ("batch", batch.batch_id),
@@ -153,13 +158,19 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("kept", _kept(batch)),
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
-            ("speed", None if rate is None else f"{rate:,.0f} tok/s so far{pauses}"),
+            ("speed", None if rate is None else f"{rate:,.0f} tok/s{_of_which_time(batch)}"),
             ("workers", list(serving) or ("none" if passing else _nobody(batch))),
             ("passed by", [f"{name} ({why})" for name, why in passing.items()] or None),
             ("waits for", facts.waits_for),
         ]
     )
     return batch.is_done
+
+
+def _of_which_time(batch: BatchStatus) -> str:
+    """What its speed is the mean of."""
+    so_far = "" if batch.is_done else " so far"
+    return f"{so_far}, {'pauses included' if counts_pauses(batch) else 'while rows were computed'}"
 
 
 def show_job(client: BatchClient, job_id: str, *, as_json: bool) -> bool:

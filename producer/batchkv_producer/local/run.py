@@ -58,7 +58,7 @@ from batchkv_producer.local.worker_checks import (
 )
 from batchkv_producer.monitor.delays import Delays
 from batchkv_producer.monitor.workers import local_name_prefix
-from batchkv_producer.progress import Reporter, Snapshot, rows
+from batchkv_producer.progress import Reporter, Snapshot, duration, rows
 from batchkv_producer.results import target
 from batchkv_producer.results.aside import holds_other
 from batchkv_producer.retry import called_during_outages, read_with_retry
@@ -113,7 +113,8 @@ class RunReport:
         )
         tokens = f"{self.status.completion_tokens:,} generated"
         if self.completion_tokens and self.seconds > 0:
-            tokens += f" at {self.completion_tokens / self.seconds:,.0f} tok/s"
+            rate = f"{self.completion_tokens / self.seconds:,.0f} tok/s"
+            tokens += f" in {duration(self.seconds)}: {rate}, the start included"
         parts.append(tokens)
         if self.num_expected:
             parts.append(f"answers right: {self.num_right} of {self.num_expected}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from difflib import get_close_matches
 from pathlib import Path
 
 from redis import Redis
@@ -14,7 +15,7 @@ from batchkv_producer.errors import ServerError, UsageError
 from batchkv_producer.progress import printable
 from batchkv_producer.server import connection
 from batchkv_producer.server.home import HOME_VARIABLE, Home, make_folders
-from batchkv_producer.submit.fingerprint import locate
+from batchkv_producer.submit.fingerprint import locate, names_here
 from batchkv_producer.wire import redis_keys
 
 ASK_HUB_SECONDS = 5.0
@@ -63,16 +64,25 @@ def check_model_name(model: str) -> None:
     except (RepositoryNotFoundError, HFValidationError) as fault:
         raise UsageError(
             f"there is no model {model}: it is neither a folder here nor a repository of the "
-            "Hugging Face hub that this user may read. Check the name; nothing was queued"
+            f"Hugging Face hub that this user may read. {_advice(model)}; nothing was queued"
         ) from fault
     except Exception as fault:  # offline, or the hub fails: any error of its client
         if type(fault).__name__ not in OFFLINE:
             return
         raise UsageError(
             f"there is no model {model} on this machine, and the Hugging Face hub cannot be "
-            f"reached ({printable(_first_line(fault))}). Check the name, name a folder, or "
+            f"reached ({printable(_first_line(fault))}). {_advice(model)}, name a folder, or "
             "connect this machine to the internet; nothing was queued"
         ) from fault
+
+
+def _advice(model: str) -> str:
+    """What to do about a name that no model has; names one of this machine that is like it."""
+    names = ["demo", *names_here()]
+    close = get_close_matches(model, names, n=1, cutoff=0.75)
+    ends = {name.rpartition("/")[2].lower(): name for name in names}  # the owner was left out
+    close = close or [ends[end] for end in get_close_matches(model.lower(), ends, 1, 0.75)]
+    return f"Did you mean {printable(close[0])}? Check the name" if close else "Check the name"
 
 
 def _first_line(fault: Exception) -> str:

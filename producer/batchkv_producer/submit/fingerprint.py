@@ -114,6 +114,16 @@ def locate(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
 
+def names_here(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The repositories of the Hugging Face hub whose files are on this machine, by name."""
+    try:
+        found = [place.name.split("--") for place in _hub(environ).iterdir()]
+    except OSError:
+        return []
+    names = sorted("/".join(parts[1:]) for parts in found if parts[0] == "models" and parts[1:])
+    return [name for name in names if locate(name, environ) is not None]
+
+
 def of_folder(folder: Path) -> str:
     """The fingerprint of a model's folder; "" when it lacks weights. Raises OSError."""
     names = _names(folder)

@@ -45,7 +45,13 @@ def run(command: CliRunner, *words: str) -> Any:
 
 def test_keys_are_made_listed_and_removed(command: CliRunner, redis_connection: Redis) -> None:
     """A key is shown once and only its digest is stored; wrong names are refused."""
-    key = run(command, "keys", "add", "laptop").output.strip()
+    made = run(command, "keys", "add", "laptop")
+    key = made.stdout.strip()
+    assert made.stderr == (
+        "batchkv: it is shown once: keep it. From now on each request needs a key\n"
+    )
+    assert run(command, "keys", "add", "second").stderr == "batchkv: it is shown once: keep it\n"
+    assert run(command, "keys", "remove", "second").exit_code == 0
     assert re.fullmatch(r"bkv-[0-9a-f]{8}-[0-9a-f]{32}", key)
     stored = redis_connection.hgetall(redis_keys.KEYS)
     assert isinstance(stored, dict)
@@ -57,7 +63,7 @@ def test_keys_are_made_listed_and_removed(command: CliRunner, redis_connection: 
         assert found.exit_code == 2 and word in found.output
     assert run(command, "keys", "remove", "laptop").exit_code == 0
     assert run(command, "keys", "remove", "laptop").exit_code == 2
-    assert run(command, "keys", "list").output == ""
+    assert run(command, "keys", "list").output.startswith("no API keys: ")
 
 
 def test_only_the_whole_key_opens(redis_connection: Redis) -> None:
@@ -84,11 +90,11 @@ def test_a_key_has_the_rights_that_it_was_made_with(
     """Each right is a flag of its own; the list names it. Only ``true`` is a right."""
     keys = KeyStore(redis_connection)
     made = {
-        name: run(command, "keys", "add", name, *flags).output.strip()
+        name: run(command, "keys", "add", name, *flags).stdout.strip()
         for name, flags in (("all", ("--admin",)), ("none", ()), ("some", ("--metrics",)))
     }
     terms = ("--private", "--max-rows", "1000", "--max-bytes", "2KiB")
-    limited = keys.find(run(command, "keys", "add", "zero", *terms).output.strip())
+    limited = keys.find(run(command, "keys", "add", "zero", *terms).stdout.strip())
     assert limited is not None
     assert (limited.is_private, limited.max_rows, limited.max_bytes) == (True, 1000, 2048)
     rights = {}

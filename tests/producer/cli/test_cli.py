@@ -385,9 +385,9 @@ def test_status_of_all_of_a_batch_and_of_a_job(
     as_json = json.loads(batchkv("status", batch_id[:8], "--json").stdout)
     assert (as_json["ok"], as_json["failed"], as_json["is_done"]) == (2, 1, True)
     assert as_json["tokens_per_second"] == 6  # ends are in whole seconds, so it is of one at least
-    assert "6 tok/s so far\n" in batchkv("status", batch_id).stdout
+    assert "6 tok/s, while rows were computed\n" in batchkv("status", batch_id).stdout
     monkeypatch.setattr(batch_facts, "MAX_COUNTED_ROWS", 0)
-    assert "tok/s so far, pauses included" in batchkv("status", batch_id).stdout
+    assert " tok/s, pauses included\n" in batchkv("status", batch_id).stdout
     job = json.loads(batchkv("status", f"{batch_id}-1", "--json").stdout)
     assert (job["status"], job["line"]) == ("ok", 1)
     shown = batchkv("status", f"{batch_id}-1").stdout
@@ -411,6 +411,14 @@ def test_rows_that_a_worker_has_taken_are_held(
     assert (
         "HELD" in batchkv("status").stdout and "running" in batchkv("list").stdout
     )  # the batch is
+
+
+def test_a_server_without_batches_says_so(at_server: str) -> None:
+    """Not with the head of an empty table; JSON is as ever."""
+    said = "no batches: `batchkv run FILE -m MODEL` computes the rows of a file"
+    assert batchkv("list").stdout == f"{said}\n"
+    assert batchkv("status").stdout.splitlines()[0] == said
+    assert json.loads(batchkv("list", "--json").stdout) == []
 
 
 def test_list_and_workers(at_server: str, redis_connection: Redis, source: Path) -> None:

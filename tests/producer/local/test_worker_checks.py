@@ -92,3 +92,35 @@ def test_an_offline_machine_refuses_a_model_that_it_does_not_have(
         check_model_name("mlx/Qwen-TYPO")
     check_model_name("demo")
     return None
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("demmo", "demo"),
+        ("mlx-community/Qwen3-4B-4bti", "mlx-community/Qwen3-4B-4bit"),
+        ("qwen3-4b-4bit", "mlx-community/Qwen3-4B-4bit"),
+        ("mlx-comunity/Gone-1B", ""),  # its files are not here any more
+        ("something-else", ""),
+    ],
+)
+def test_a_name_that_is_like_one_of_this_machine_is_answered_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
+) -> None:
+    """A model's owner may be left out, and a letter be wrong."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name, is_whole in (("Qwen3-4B-4bit", True), ("Gone-1B", False)):
+        repository, commit = tmp_path / f"models--mlx-community--{name}", 40 * "a"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(commit)
+        if is_whole:
+            (repository / "snapshots" / commit).mkdir(parents=True)
+
+    def model_info(*_: object, **__: object) -> None:
+        raise OfflineModeIsEnabled("offline")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    with pytest.raises(UsageError) as raised:
+        check_model_name(given)
+    hint = f"Did you mean {meant}? Check the name, name a folder" if meant else "Check the name"
+    assert hint in str(raised.value) and ("Did you mean" in str(raised.value)) == bool(meant)

@@ -92,7 +92,7 @@ def judge_paths(checks: Sequence[PathCheck]) -> Verdict | None:
     off = max(check.error for check in good if check.name != STORED)
     lost = max((check.error for check in good if check.name == STORED), default=0.0)
     lengths = len({check.columns for check in good if check.name != STORED})
-    packing = f"; packing loses {lost:.1%}" if lost else ""
+    packing = f"; packing changes keys and values by {lost:.1%}" if lost else ""
     return ok(
         f"within {off:.1g} of float32 at {lengths} lengths: {', '.join(names)}{packing}{left_out}"
     )

@@ -91,7 +91,8 @@ def _quality(report: Report) -> _Table:
 def _cost(report: Report) -> _Table:
     lines = [_cost_line(scheme) for scheme in report.schemes]
     head = ("scheme", "path", "step", "to float", "attention", "to float")
-    title = f"Decoding {report.decode_rows} rows of {report.decode_tokens:,} tokens (median)"
+    title = f"Decoding {report.decode_rows} rows of {report.decode_tokens:,} tokens (medians; "
+    title += "each scheme in turns with float)"
     return _Table(title, head, lines)
 
 
