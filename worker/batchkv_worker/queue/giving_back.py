@@ -36,6 +36,7 @@ class GivingBack:
         self._note_given = note_given
         self._not_before = 0.0  # until then, others may take what this worker handed over
         self._surplus, self._handed_over = Returns(), Returns()
+        self._asked_after = -1  # so many answers to recalls the engine was asked for rows
 
     def may_take(self, num_started: int) -> bool:
         """Whether jobs may be taken, so soon after some went back; with so many rows started."""
@@ -72,9 +73,16 @@ class GivingBack:
             self._return_for_good(self._in_flight.backlog[-count:])
 
     def recall_surplus(self, view: dispatch.View) -> None:
-        """Ask the engine for rows that only wait in it, because others may have nothing to do."""
-        if self._surplus.is_sure(time.monotonic()) and (count := dispatch.jobs_to_recall(view)):
+        """Ask the engine for rows that only wait in it, because others may have nothing to do.
+
+        Once until it has answered: else each look in a long step would ask for as many again.
+        """
+        num_answers = self._in_flight.num_recalls
+        if num_answers == self._asked_after or not self._surplus.is_sure(time.monotonic()):
+            return
+        if count := dispatch.jobs_to_recall(view):
             self._engine.recall([lease.job_id for lease in self._in_flight.started], count)
+            self._asked_after = num_answers
 
     def return_recalled(self) -> None:
         """Give back the rows that the engine has let go."""

@@ -74,6 +74,7 @@ class InFlight:
         self._rows: dict[str, StartedRow] = {}
         self._backlog: dict[str, _BacklogRow] = {}
         self._recalled: dict[str, JobLease] = {}
+        self.num_recalls = 0  # answers of the engine to recalls, also those that name no row
         self._unreported: dict[str, JobLease] = {}
         self._num_others: int | None = None  # other workers of the queue; None: not known yet
         self._slowdown = 1.0  # how many times slower than this one the slowest of them is
@@ -245,6 +246,7 @@ class InFlight:
 
     def recall(self, job_ids: Iterable[str]) -> None:
         """The engine gave these back, the last first. They go back to the queue."""
+        self.num_recalls += 1
         rows = [self._leave(job_id) for job_id in job_ids]
         found = {row.lease.job_id: row.lease for row in reversed(rows) if row}
         self._recalled = {**found, **self._recalled}

@@ -116,13 +116,19 @@ def test_what_was_promised_is_started() -> None:
     assert jobs_to_start(replace(view, backlog=4), promised=18) == 4
 
 
-def test_the_engine_gets_what_the_worker_holds_at_the_end_too() -> None:
+def test_the_engine_gets_at_the_end_what_it_begins_soon() -> None:
     """Many rows end at one moment. What waits in the engine has their slots at once."""
-    view = View(slots=16, prefetch=32, num_started=30, backlog=40, queued=0, num_workers=2)
+    told = crowd(Pace(30.0, 60.0), Pace(10.0, 0.0))  # 60 units of work in two seconds
+    view = View(16, 32, 30, 40, queued=0, num_workers=2, told=told, job_work=2.0)
     assert is_ending(view)
-    assert jobs_to_start(view) == 18
-    assert jobs_to_start(replace(view, num_started=0)) == 40
-    assert jobs_to_take(replace(view, backlog=0)) == 0, "and asks for no more than it needs"
+    assert jobs_to_start(view) == 16 + 30 - 30
+    assert jobs_to_start(replace(view, job_work=1.0)) == 16 + 32 - 30, "no more than ever"
+    assert jobs_to_start(replace(view, job_work=12.0)) == 0, "a slow worker has eight ahead"
+    assert jobs_to_start(replace(view, job_work=12.0, num_started=20)) == 16 + 8 - 20
+    assert jobs_to_start(replace(view, choices=2.0, job_work=4.0)) == 16, "rows, not jobs"
+    silent = crowd(Pace(0.0, 60.0), Pace(10.0, 0.0))
+    assert jobs_to_start(replace(view, told=silent, num_started=20)) == 4, "its speed is not known"
+    assert jobs_to_take(replace(view, backlog=0)) == 0, "and it asks for no more than it needs"
 
 
 def test_a_slow_worker_leaves_the_last_rows() -> None:
@@ -160,7 +166,7 @@ def test_choices_count_as_rows(view: View, taken: int, returned: int) -> None:
 def test_what_holds_for_every_view(view: View) -> None:
     """Counts are never negative, starts fit, takes are no more than a share or what is asked."""
     most = max(0, view.slots + view.prefetch - view.num_started)
-    assert jobs_to_start(view) == min(view.backlog, most)
+    assert min(view.backlog, view.room) <= jobs_to_start(view) <= min(view.backlog, most)
     assert 0 <= jobs_to_return(view) <= view.backlog
     taken = jobs_to_take(view)
     assert 0 <= taken <= max(1, view.queued)

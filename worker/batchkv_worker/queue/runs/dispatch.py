@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from batchkv_producer.agreed import RUN_ROWS
 from batchkv_worker.queue.runs.pace import Crowd, Pace
 
-AHEAD_AT_END = 8  # rows for which a worker asks ahead when others may soon have nothing to do
+AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothing to do
+SOON_SECONDS = 2.0  # rows that are begun within so long may wait in it, too: they end together
 HAND_OVER_SPEED = 2.5  # of the other worker, against the own one: a row is half done on average
 SLACK_SECONDS = 0.5  # of work above the share that a worker keeps, as giving it back takes a while
 
@@ -69,6 +70,17 @@ class View:
     def ahead(self) -> int:
         """Rows that it takes before there are slots for them: few if others could soon do them."""
         return min(self.prefetch, AHEAD_AT_END) if is_ending(self) else self.prefetch
+
+    @property
+    def startable(self) -> int:
+        """Rows that may be handed to the engine now: near the end, what it begins soon.
+
+        What waits in the engine fills the slots of many rows that end at one moment. It goes back
+        only between two steps, and these are long on a slow worker.
+        """
+        soon = self.crowd.own.speed * SOON_SECONDS / self.job_work * self.choices
+        ahead = min(self.prefetch, max(self.ahead, math.floor(soon)))
+        return max(0, self.slots + ahead - self.num_started)
 
     @property
     def room(self) -> int:
@@ -172,11 +184,8 @@ def jobs_to_start(view: View, promised: int = 0) -> int:
     """How many rows of the backlog to hand to the engine now, or fewer jobs with as many rows.
 
     ``promised``: rows for which there was room when they were pulled. Redis counts them as begun.
-    Near the end, too, the engine gets all that it has room for: rows that wait in it fill the slots
-    of many that end at one moment, and can go back like the backlog.
     """
-    room = view.slots + view.prefetch - view.num_started
-    return min(view.backlog, max(room, promised, 0))
+    return min(view.backlog, max(view.startable, promised))
 
 
 def jobs_to_return(view: View) -> int:
