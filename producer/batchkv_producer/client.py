@@ -139,8 +139,11 @@ class Client:
         """The batches of the server, newest first: all, or the newest ``limit``."""
         return list(itertools.islice(self.each_batch(), limit))
 
-    def each_batch(self) -> Iterator[BatchStatus]:
-        """All batches of the server, newest first, one by one, in bounded memory."""
+    def each_batch(self, *, in_queue: bool = False) -> Iterator[BatchStatus]:
+        """All batches of the server, newest first, one by one, in bounded memory.
+
+        ``in_queue``: as of a gateway, which also has others. Here all batches are in the queue.
+        """
         for page in listing.newest_first(self._connection):
             yield from self._reconciler.reconcile_all(page)
 

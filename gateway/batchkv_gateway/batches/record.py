@@ -26,7 +26,8 @@ class BatchRecord:
     ``queued_id`` is the id of its batch in the queue, "" before the submit. ``output_id`` and
     ``error_id`` are chosen before the files are written; ``output_file_id`` and ``error_file_id``
     are there once the files are. ``errors``, ``metadata`` and ``usage`` are JSON. ``total``,
-    ``completed`` and ``failed`` count the lines of the files. ``digest`` is what was asked for.
+    ``completed`` and ``failed`` count the lines of the files; ``canceled`` are some of ``failed``,
+    and ``cut``, which ended at max_tokens, of ``completed``. ``digest`` is what was asked for.
     ``cache_salt`` is that of a private owner, else "".
     """
 
@@ -55,6 +56,8 @@ class BatchRecord:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    canceled: int = 0
+    cut: int = 0
     usage: str = ""
     in_progress_at: int = 0
     finalizing_at: int = 0

@@ -217,6 +217,8 @@ class Steps:
                 "total": queued.total,
                 "completed": outputs.num_answers,
                 "failed": outputs.num_errors,
+                "canceled": queued.canceled,
+                "cut": queued.cut,
                 "usage": json.dumps(usage),
             }
             commands: list[Command] = []

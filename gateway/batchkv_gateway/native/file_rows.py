@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from batchkv_gateway.batches.record import BatchRecord
 from batchkv_gateway.files.records import Files
+from batchkv_gateway.native.file_results import error_of, is_canceled, is_refused, result_of
 from batchkv_gateway.native.rows import RowPage, RowParts, facts_of_row
 from batchkv_producer.errors import NotFoundError
 from batchkv_producer.intake.formats import BOM, MAX_LINE_BYTES, Row, read_rows
 from batchkv_producer.manage.cancel_retry import Unanswered
+from batchkv_producer.manage.input_lines import MissingLines
+from batchkv_producer.monitor.one_job import JobInfo
 from batchkv_producer.results.failures import Failures, grouped
-from batchkv_producer.results.output import OPENAI_CODES
-from batchkv_producer.wire.choice import ToolCall
-from batchkv_producer.wire.job import Endpoint, ErrorCode, Outcome, Request, Result, Usage
+from batchkv_producer.results.stored_rows import StoredRow
+from batchkv_producer.wire.error_codes import ErrorCode
+from batchkv_producer.wire.job import Request, Result
+from batchkv_producer.wire.redis_keys import job_id
 
 _LINE = re.compile(rb'\{"id": ?"[^"\\]*-([0-9]{1,12})"')
-_OWN_CODES = {name: code for code, name in OPENAI_CODES.items()}
-CANCELED = OPENAI_CODES[ErrorCode.CANCELED]
-REFUSED = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,44 @@ class FileRows:
         ]
         return RowPage(facts, shown[-1].line if len(found) > limit else 0)
 
+    def stored(self) -> Iterator[StoredRow]:
+        """All rows with their results. Their positions are those of the files: by line."""
+        for position, row in enumerate(self._rows("")):
+            result = result_of(json.loads(row.raw))
+            yield StoredRow(self._job_id(row.line), row.line, position, result)
+
+    def job_ids(self) -> Iterator[str]:
+        """The ids of all rows' jobs, by line."""
+        return (self._job_id(row.line) for row in self._rows(""))
+
+    def job(self, line: int) -> JobInfo:
+        """A row's job as it ended. Raises NotFoundError."""
+        row = next((row for row in self._rows("") if row.line == line), None)
+        if row is None:
+            raise NotFoundError(f"line {line} of batch {self._record.batch_id} is no row")
+        result = result_of(json.loads(row.raw))
+        return JobInfo(
+            job_id=self._job_id(line),
+            status=result.outcome,
+            batch_id=self._record.queued_id,
+            line=line,
+            custom_id=result.custom_id,
+            error=": ".join(result.error or ()),
+            reused=result.reused,
+        )
+
+    def _job_id(self, line: int) -> str:
+        return job_id(self._record.queued_id or self._record.batch_id, line)
+
+    def failed_lines(self, missing: MissingLines, *, canceled: bool) -> Iterator[str]:
+        """The input lines of failed (and canceled) rows. ``missing`` counts those without one."""
+        reasons = self._reasons()[0]
+        wanted = ("failed", "canceled") if canceled else ("failed",)
+        missing.num_wrong += sum(reason == "wrong" for reason in reasons.values())
+        missing.num_gone += sum(reason == "expired" for reason in reasons.values())
+        for _, raw in self.input_lines({n for n, reason in reasons.items() if reason in wanted}):
+            yield raw.decode("utf-8", "replace").rstrip("\n")
+
     def failures(self) -> list[Failures]:
         """The failed rows by code, the most frequent first."""
         return grouped(self._failed())
@@ -94,10 +132,10 @@ class FileRows:
         found, refused = dict[int, str](), set[int]()
         for row in self._rows("failed"):
             value = json.loads(row.raw)
-            found[row.line] = "canceled" if _is_canceled(value) else "failed"
-            if _is_refused(value):
+            found[row.line] = "canceled" if is_canceled(value) else "failed"
+            if is_refused(value):
                 refused.add(row.line)
-                if _error_of(value)[0] == ErrorCode.DUPLICATE_CUSTOM_ID:
+                if error_of(value)[0] == ErrorCode.DUPLICATE_CUSTOM_ID:
                     found[row.line] = "wrong"
         # A worker may have refused the others: another one may accept them.
         right = self._requests(refused) if self.has_input else {}
@@ -144,7 +182,7 @@ class FileRows:
 
     def _parts(self, row: FileRow) -> RowParts:
         value = json.loads(row.raw)
-        return RowParts(str(value.get("id", "")), row.line, _result_of(value))
+        return RowParts(str(value.get("id", "")), row.line, result_of(value))
 
 
 def _lines(path: Path) -> Iterator[FileRow]:
@@ -157,56 +195,3 @@ def _lines(path: Path) -> Iterator[FileRow]:
 
 def _outcome_of(row: RowParts) -> str:
     return row.result.outcome if row.result is not None else ""
-
-
-def _is_refused(value: dict[str, Any]) -> bool:
-    """Whether a row was wrong in the input."""
-    response = value.get("response") or {}
-    return bool(response.get("status_code", 0) >= REFUSED)
-
-
-def _is_canceled(value: dict[str, Any]) -> bool:
-    return (value.get("error") or {}).get("code") == CANCELED
-
-
-def _body_of(value: dict[str, Any]) -> dict[str, Any]:
-    return (value.get("response") or {}).get("body") or {}
-
-
-def _error_of(value: dict[str, Any]) -> tuple[str, str]:
-    """The code, as batchkv names it, and the message."""
-    error = value.get("error") or _body_of(value).get("error") or {}
-    code = str(error.get("code", ""))
-    return _OWN_CODES.get(code, code), str(error.get("message", ""))
-
-
-def _result_of(value: dict[str, Any]) -> Result:
-    """The result in a line of a file, as far as the line has it."""
-    custom_id, body = str(value.get("custom_id", "")), _body_of(value)
-    if value.get("error") or _is_refused(value):
-        outcome: Outcome = "canceled" if _is_canceled(value) else "failed"
-        return Result(custom_id, "chat", outcome, error=_error_of(value))
-    choice = (body.get("choices") or [{}])[0]
-    endpoint: Endpoint = "chat" if body.get("object") == "chat.completion" else "completion"
-    said = choice.get("message") or choice
-    usage = body.get("usage") or {}
-    return Result(
-        custom_id,
-        endpoint,
-        "ok",
-        model=str(body.get("model", "")),
-        text=said.get("content") or said.get("text") or "",
-        finish_reason=choice.get("finish_reason") or "",
-        usage=Usage(
-            prompt=usage.get("prompt_tokens", 0),
-            completion=usage.get("completion_tokens", 0),
-            cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        ),
-        created=body.get("created") or 0,
-        reasoning=said.get("reasoning_content") or "",
-        tool_calls=tuple(
-            ToolCall(one["id"], one["function"]["name"], one["function"]["arguments"])
-            for one in said.get("tool_calls") or ()
-        ),
-        reused=value.get("reused") is True,
-    )

@@ -59,9 +59,9 @@ class Listing:
         return Page(items, last)
 
     def count(self, caller: Caller) -> int:
-        """The number of the caller's batches; for those who see all, of those in the queue."""
+        """The number of the caller's batches. One that has just ended may count twice."""
         if caller.sees_all:
-            return count_batches(self._connection)
+            return count_batches(self._connection) + int(self._connection.zcard(redis_keys.ENDED))
         keys = (redis_keys.native(caller.owner), redis_keys.batches(caller.owner))
         return sum(int(self._connection.zcard(key)) for key in keys)
 
@@ -198,8 +198,9 @@ def status_of(record: BatchRecord) -> BatchStatus:
         total=record.completed + record.failed,
         created=record.created,
         ok=record.completed,
-        failed=record.failed,
-        canceled=0,
+        failed=record.failed - record.canceled,
+        canceled=record.canceled,
+        cut=record.cut,
         running=0,
         prompt_tokens=usage.get("input_tokens", 0),
         completion_tokens=usage.get("output_tokens", 0),

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
+from batchkv_gateway.native.file_rows import FileRows
 from batchkv_gateway.native.listing import Listing, facts_of, more_fields
 from batchkv_gateway.native.owners import Found
 from batchkv_gateway.native.queries import checked_query, plain, switch, whole
@@ -113,8 +114,12 @@ class ReadRoutes:
         The last line counts the rows that have no line.
         """
         canceled = switch(checked_query(request, "canceled"), "canceled")
-        batch, missing = self._visible.batch(request), MissingLines()
-        lines = self._visible.client.failed_lines(batch, missing, canceled=canceled)
+        files, missing = self._files(request), MissingLines()
+        if files is not None:
+            lines = files.failed_lines(missing, canceled=canceled)
+        else:
+            batch = self._visible.batch(request)
+            lines = self._visible.client.failed_lines(batch, missing, canceled=canceled)
 
         def pieces() -> Iterator[str]:
             yield from (f"{line}\n" for line in lines)
@@ -131,17 +136,26 @@ class ReadRoutes:
         batch_id = self._visible.queued(request).batch_id
         return json_answer(asdict(self._visible.client.unanswered(batch_id)))
 
+    def _files(self, request: Request) -> FileRows | None:
+        """The rows of an ended batch of OpenAI's API. None: they are in the queue."""
+        return self._visible.results_in_files(self._visible.find(request))
+
     def job_ids(self, request: Request) -> Response:
         """The ids of a batch's jobs, in input order, one a line."""
         checked_query(request)
-        found = self._visible.queued(request)
-        ids = iter(self._visible.client.job_ids(found.batch_id))
+        if (files := self._files(request)) is not None:
+            ids = files.job_ids()
+        else:
+            ids = iter(self._visible.client.job_ids(self._visible.queued(request).batch_id))
         pages = iter(lambda: "".join(f"{each}\n" for each in islice(ids, PAGE_IDS)), "")
         return StreamingResponse(pages, media_type="text/plain")
 
     def job(self, request: Request) -> Response:
         """One job."""
         checked_query(request)
-        name = job_id(self._visible.queued(request).batch_id, request.path_params["line"])
+        line = request.path_params["line"]
+        if (files := self._files(request)) is not None:
+            return json_answer(asdict(files.job(line)))
+        name = job_id(self._visible.queued(request).batch_id, line)
         split_job_id(name)
         return json_answer(asdict(self._visible.client.job(name)))

@@ -14,7 +14,7 @@ from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
 from batchkv_gateway.native.queries import MAX_LINE, OUTCOMES, checked_query, one_of, switch, whole
 from batchkv_gateway.native.rows import page_of_rows
-from batchkv_gateway.native.stream import AskedRows, Form, RowStream, lines_of
+from batchkv_gateway.native.stream import AskedRows, Form, RowStream, lines_of, pieces_of
 from batchkv_gateway.native.visible import Visible
 from batchkv_gateway.parts import Parts
 
@@ -50,6 +50,12 @@ class ResultRoutes:
         after = whole(query, "after", default=0, high=MAX_LINE)
         limit = whole(query, "limit", default=0, high=MAX_LINE)
         outcome = one_of(query, "outcome", ("", *OUTCOMES))
+        found = await run_in_threadpool(self._visible.find, request)
+        files = await run_in_threadpool(self._visible.results_in_files, found)
+        if files is not None:
+            in_files = AskedRows(found.batch_id, order, after, limit, outcome, form)
+            pieces = await run_in_threadpool(pieces_of, files.stored, in_files, lines)
+            return StreamingResponse(pieces, media_type=LINES_TYPE)
         found = await run_in_threadpool(self._visible.queued, request)
         if lines is not None:
             body = await run_in_threadpool(lines_of, self._connection, found.batch_id, lines, form)

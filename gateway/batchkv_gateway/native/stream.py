@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal
 
 from redis import Redis
@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.monitor.status import check_there
+from batchkv_producer.remote.rows import IN_FILE
 from batchkv_producer.results.bounded import stored_results
 from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.results.outfile import encoded
@@ -131,6 +132,36 @@ def lines_of(connection: Redis, batch_id: str, lines: Sequence[int], form: Form)
             row = StoredRow(job_id(batch_id, line), line, NO_POSITION, decode_result(value))
             found += line_of(row, form)
     return bytes(found)
+
+
+def pieces_of(
+    read: Callable[[], Iterator[StoredRow]], asked: AskedRows, lines: Sequence[int] | None
+) -> Iterator[bytes]:
+    """The answer for rows that lie in files, in the order of the input: whole lines, in pieces.
+
+    ``lines``: these alone. A file that cannot be opened raises its error here, not later.
+    """
+    rows, only = read(), None if lines is None else {*lines}
+    first = next(rows, None)
+
+    def is_wanted(row: StoredRow) -> bool:
+        number = row.line if asked.order == "input" else row.position + 1
+        is_after = only is not None or number > asked.after
+        return is_after and (only is None or row.line in only)
+
+    def pieces() -> Iterator[bytes]:
+        every = rows if first is None else chain((first,), rows)
+        right = (row for row in every if asked.outcome in ("", row.result.outcome))
+        wanted = islice(filter(is_wanted, right), asked.limit or None)
+        while page := b"".join(in_file(row, asked.form) for row in islice(wanted, PIECE_ROWS)):
+            yield page
+
+    return pieces()
+
+
+def in_file(row: StoredRow, form: Form) -> bytes:
+    """``line_of`` a row of a file. It says so: positions in files are others than in the queue."""
+    return IN_FILE + line_of(row, form)[1:]
 
 
 def line_of(row: StoredRow, form: Form) -> bytes:

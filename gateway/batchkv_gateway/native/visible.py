@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from batchkv_gateway.batches.record import OPEN
 from batchkv_gateway.kept_facts import stored_facts
 from batchkv_gateway.native.file_rows import FileRows
 from batchkv_gateway.native.owners import Found, Owners
@@ -30,7 +31,8 @@ class Visible:
         found = self.find(request)
         if self.status(found) is None:
             raise NotFoundError(
-                f"the rows of batch {found.batch_id} have left the queue: its files have them"
+                f"batch {_name(found)} has no rows in the queue: they are not there yet, or its "
+                "files have them"
             )
         return found
 
@@ -43,6 +45,18 @@ class Visible:
             return None
         record = self.owners.record(found.openai.batch_id)  # it may have ended meanwhile
         return FileRows(self._files, record or found.openai)
+
+    def results_in_files(self, found: Found) -> FileRows | None:
+        """The same for their results. Raises NotFoundError if there are none yet."""
+        files = self.in_files(found)
+        if files is not None and found.openai is not None:
+            record = self.owners.record(found.openai.batch_id) or found.openai
+            if record.status in OPEN:
+                raise NotFoundError(
+                    f"batch {_name(found)} is {record.status.replace('_', ' ')}: it has no results "
+                    "at this moment. Ask again"
+                )
+        return files
 
     def kept_facts(self, found: Found) -> Facts | None:
         """The facts of a report that were kept when the rows of the batch left the queue."""
@@ -63,6 +77,10 @@ class Visible:
             if found.openai is None:
                 raise
             return None
+
+
+def _name(found: Found) -> str:
+    return found.openai.batch_id if found.openai else found.batch_id
 
 
 def no_facts(found: Found) -> NotFoundError:

@@ -206,7 +206,7 @@ def forget(
             targets = client.named(batch_ids)
         else:
             chosen = forgetting.choose(
-                client.each_batch(),
+                client.each_batch(in_queue=True),  # answers in files go by name only
                 older_than_seconds=older_than or 0,
                 model=model,
                 all_done=all_done,

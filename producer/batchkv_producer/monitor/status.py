@@ -22,6 +22,7 @@ MIN_PREFIX_CHARS = 6
 MAX_COUNT = 2**53  # of any count: far more than a batch has, and still exact as a float
 
 _PREFIX = re.compile(f"[0-9a-f]{{{MIN_PREFIX_CHARS},16}}")
+_OPENAI = re.compile(r"batch_[0-9a-f]{6,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,10 @@ def find_batch(connection: Redis, wanted: str, *, or_forgotten: bool = False) ->
 
 def check_id(wanted: str) -> None:
     """Raise NotFoundError for a text that cannot be the beginning of a batch's id."""
+    if _OPENAI.fullmatch(wanted):
+        raise NotFoundError(
+            f"{wanted} is an id of OpenAI's API, which gateways know: add --url http://GATEWAY"
+        )
     if not _PREFIX.fullmatch(wanted):
         raise NotFoundError(
             f"{wanted!r} is no batch id: give its 16 hex digits, or at least the first "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 from batchkv_producer.errors import AwayError, ExpiredError, ServerError, UsageError
@@ -21,7 +21,7 @@ from batchkv_producer.monitor.waiting import wait_for_result, wait_until_done
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.remote.body import InputBody
 from batchkv_producer.remote.decoding import decoded, decoded_list, part
-from batchkv_producer.remote.rows import RowReader, path_of, row_of
+from batchkv_producer.remote.rows import RowReader, is_openai_id, path_of, row_of
 from batchkv_producer.remote.terms import Terms
 from batchkv_producer.remote.transport import Transport
 from batchkv_producer.report.facts import Facts
@@ -39,6 +39,7 @@ from batchkv_producer.wire.job import NO_PARAMS, Result, SamplingParams
 PAGE_BATCHES = 200
 PAGE_LINES = 500
 ID_CHARS = 16
+MAX_SHOWN_ERRORS = 5
 
 
 class RemoteClient:
@@ -123,15 +124,24 @@ class RemoteClient:
 
     def list_batches(self, limit: int | None = None) -> list[BatchStatus]:
         """The batches of this key, newest first: all, or the newest ``limit``."""
-        return list(islice(self.each_batch(limit), limit))
+        return list(islice(self._each_batch(limit), limit))
 
-    def each_batch(self, limit: int | None = None) -> Iterator[BatchStatus]:
-        """All batches of this key, newest first, one by one. ``limit``: no more are needed."""
+    def each_batch(self, *, in_queue: bool = False) -> Iterator[BatchStatus]:
+        """All batches of this key, newest first, one by one.
+
+        Those of OpenAI's API that have ended are in files; ``in_queue``: without these.
+        """
+        return self._each_batch(in_queue=in_queue)
+
+    def _each_batch(
+        self, limit: int | None = None, *, in_queue: bool = False
+    ) -> Iterator[BatchStatus]:
+        """``limit``: no more are needed."""
         after, size = "", min(limit or PAGE_BATCHES, PAGE_BATCHES)
         while True:
             page = self._transport.get("batches", limit=size, after=after)
             for each in part(page, "data", list):
-                if part(each, "in_queue", bool):
+                if not in_queue or part(each, "in_queue", bool):
                     yield decoded(BatchStatus, each)
             if not part(page, "has_more", bool):
                 return
@@ -237,9 +247,25 @@ class RemoteClient:
         on_progress: Callable[[BatchStatus], None] | None = None,
     ) -> BatchStatus:
         """Poll until the batch is done or the time is over. Returns the last status."""
-        full_id = self.status(batch_id).batch_id
-        return wait_until_done(
+        full_id = batch_id if is_openai_id(batch_id) else self.status(batch_id).batch_id
+        found = wait_until_done(
             partial(self.status, full_id), timeout_seconds=timeout_seconds, on_progress=on_progress
+        )
+        if found.is_done and not found.total:
+            self._check_queued(full_id)
+        return found
+
+    def _check_queued(self, batch_id: str) -> None:
+        """Raise UsageError for a batch of OpenAI's API of which nothing was queued."""
+        answer = self._transport.get(path_of(batch_id))
+        if answer.get("openai_status") != "failed":
+            return
+        errors = answer.get("openai_errors") or []
+        shown = [_in_words(each) for each in errors[:MAX_SHOWN_ERRORS] if isinstance(each, dict)]
+        more = len(errors) - len(shown)
+        raise UsageError(
+            "; ".join(["nothing was queued", *shown, *([f"and {more:,} more"] if more > 0 else [])])
+            + ". Correct the file and make a new batch"
         )
 
     def cancel(self, target: str) -> int:
@@ -345,6 +371,12 @@ class RemoteClient:
     def is_any_gone(self, batch_id: str, failures: Iterable[Failures]) -> bool:
         """Whether some failed row has no job any more."""
         return any(failures) and self.unanswered(batch_id).expired > 0
+
+
+def _in_words(error: dict[str, Any]) -> str:
+    """A fault of a batch's input, as OpenAI's API names it."""
+    line = f"line {error['line']}: " if error.get("line") else ""
+    return f"{line}{error.get('code')}: {error.get('message')}"
 
 
 def _copy(found: EarlierBatch, into: EarlierBatch) -> None:

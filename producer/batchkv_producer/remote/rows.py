@@ -14,12 +14,18 @@ from batchkv_producer.errors import AwayError, WireError
 from batchkv_producer.monitor.status import check_id
 from batchkv_producer.remote.decoding import part
 from batchkv_producer.remote.transport import Transport
+from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.retry import read_with_retry
 from batchkv_producer.wire.job import decode_result
 from batchkv_producer.wire.redis_keys import job_id
 
+IN_FILE = b'{"in_file": true, '  # with which lines of rows begin that have left the queue
 _OPENAI_ID = re.compile(r"batch_[0-9a-f]{32}")
+
+
+class _MovedError(Exception):
+    """The rows have left the queue meanwhile. Files have them in another order."""
 
 
 class RowReader:
@@ -36,19 +42,29 @@ class RowReader:
     ) -> None:
         self._transport, self._batch_id = transport, batch_id
         self._order, self._after, self._is_followed = order, after, is_followed
+        self._seen = LineSet()
+        self._was_in_queue = False  # rows were read from there
 
     def each(self) -> Iterator[StoredRow]:
         """All of them. AwayError if the gateway is away for too long."""
         while True:
             lines = read_with_retry(self._begin)
             try:
-                for line in lines:
-                    row = row_of(self._batch_id, line)
-                    self._after = row.line if self._order == "input" else row.position + 1
-                    yield row
+                yield from self._rows(lines)
                 return
-            except AwayError:
-                pass  # the next request goes on behind the last row
+            except (AwayError, _MovedError):
+                pass  # the next request goes on behind the last row, or begins anew
+
+    def _rows(self, lines: Iterator[bytes]) -> Iterator[StoredRow]:
+        for line in lines:
+            row, is_in_file = row_of(self._batch_id, line), line.startswith(IN_FILE)
+            if is_in_file and self._was_in_queue and self._order == "finish":
+                self._after, self._was_in_queue = 0, False
+                raise _MovedError
+            self._was_in_queue |= not is_in_file
+            self._after = row.line if self._order == "input" else row.position + 1
+            if self._seen.add(row.line):
+                yield row
 
     def _begin(self) -> Iterator[bytes]:
         """The lines from here on. The answer has begun when this returns."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from httpx2 import Client as HttpClient
 from openai import OpenAI
 from openai.types import Batch
@@ -21,10 +22,17 @@ from batchkv_gateway.files.records import Files
 from batchkv_gateway.ids import BATCH, new_id
 from batchkv_gateway.kept_facts import stored_facts
 from batchkv_gateway.keys.store import KeyStore
+from batchkv_gateway.native.stream import in_file, line_of
 from batchkv_gateway.settings import GatewaySettings
+from batchkv_producer.cli import cli
 from batchkv_producer.client import Client
+from batchkv_producer.errors import AwayError, NotFoundError, UsageError
+from batchkv_producer.manage.input_lines import MissingLines
 from batchkv_producer.remote.opening import connect_gateway
+from batchkv_producer.remote.rows import RowReader
+from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire import redis_keys as queue_keys
+from batchkv_producer.wire.job import Result
 from support.gateway import Gateway, chat_file, chat_line, working
 
 CHAT = "/v1/chat/completions"
@@ -232,3 +240,115 @@ def test_rows_leave_once_the_facts_are_kept(redis_connection: Redis, tmp_path: P
         if not is_half_deleted:
             queued_id = client.submit([{"prompt": "b"}], model="fake").batch_id
     steps.forget(batch_id)
+
+
+def test_its_results_are_read_from_its_files(
+    gateway: Gateway, http: HttpClient, client: OpenAI, ended: Batch
+) -> None:
+    """The client's calls that read results know no difference, whichever id they are given."""
+    queued_id = http.get(f"/batches/{ended.id}").json()["batch_id"]
+    remote = connect_gateway(gateway.url.removesuffix("/v1"))
+    for name in (ended.id, queued_id):
+        found = list(remote.results(name))
+        assert [(row.line, row.result.custom_id, row.result.outcome) for row in found] == [
+            (1, "a", "ok"), (3, "b", "failed"), (4, "c", "ok"), (5, "d", "failed"),
+        ]  # fmt: skip
+        assert found[0].result.text == "answer to text of a"
+        assert list(remote.results(name, order="input", after=3)) == found[2:]
+        assert list(remote.results(name, after=1)) == found[1:]
+        assert list(remote.results(name, follow=True)) == found
+        lines_asked = remote.results_of(found[0].job_id.split("-")[0], [4, 9])
+        assert list(lines_asked) == [(4, found[2].result), (9, None)]
+        assert list(remote.job_ids(name)) == [f"{queued_id}-{n}" for n in (1, 3, 4, 5)]
+    job = remote.job(f"{queued_id}-3")
+    assert (job.status, job.custom_id, job.error[:13]) == ("failed", "b", "engine_error:")
+    with pytest.raises(NotFoundError, match=r"line 9 .* is no row"):
+        remote.job(f"{queued_id}-9")
+    missing = MissingLines()
+    (again,) = remote.failed_lines(remote.status(ended.id), missing)
+    assert json.loads(again)["custom_id"] == "b"
+    assert (missing.num_wrong, missing.num_gone) == (1, 0)
+    assert [each.total for each in remote.list_batches()] == [4]
+    assert list(remote.each_batch(in_queue=True)) == []
+    assert remote.count_batches() >= 1
+    output = client.batches.retrieve(ended.id).output_file_id or ""
+    answers = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    shown = http.get(f"/batches/{ended.id}/results?outcome=ok&limit=1").text.splitlines()
+    (first,) = map(json.loads, shown)
+    assert first.pop("in_file") and (first.pop("line"), first.pop("position")) == (1, 0)
+    assert first.pop("outcome") == "ok" and first == answers[0]
+
+
+def test_commands_know_an_ended_batch(
+    gateway: Gateway,
+    http: HttpClient,
+    ended: Batch,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """``status``, ``results``, ``failed``, ``list`` and ``wait`` of the README's examples."""
+    monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    url = ("--url", gateway.url.removesuffix("/v1"))
+
+    def said(*words: str) -> Any:
+        return CliRunner().invoke(cli, [*words, *url], prog_name="batchkv")
+
+    status = said("status", ended.id)
+    assert status.exit_code == 0 and "4 = 2 ok + 2 failed + 0 canceled" in status.stdout
+    assert said("wait", ended.id).stdout.startswith("4 = 2 ok + 2 failed + 0 canceled")
+    results = said("results", ended.id)
+    names = [json.loads(line)["custom_id"] for line in results.stdout.splitlines()]
+    assert names == ["a", "b", "c", "d"]
+    assert json.loads(said("failed", ended.id).stdout)["custom_id"] == "b"
+    assert "100 %" in said("list").stdout
+    without = CliRunner().invoke(cli, ["status", ended.id], prog_name="batchkv")
+    assert (
+        "is an id of OpenAI's API, which gateways know: add --url http://GATEWAY" in without.stderr
+    )
+
+
+def test_a_batch_that_failed_its_check_is_no_success(
+    gateway: Gateway, http: HttpClient, client: OpenAI
+) -> None:
+    """Who waits for it learns which lines are wrong."""
+    batch = made(client, b'{"a": 1}\n')
+    gone(http, batch.id)
+    remote = connect_gateway(gateway.url.removesuffix("/v1"))
+    with pytest.raises(UsageError, match=r"^nothing was queued; line 1: .* make a new batch$"):
+        remote.wait(batch.id)
+    assert list(remote.results(batch.id)) == []
+
+
+def test_canceled_rows_are_counted_as_such(http: HttpClient, client: OpenAI) -> None:
+    """OpenAI's object counts them as failed, and has no other word."""
+    batch = made(client, chat_file("a", "b"))
+    client.batches.cancel(batch.id)
+    found = gone(http, batch.id)
+    assert (found["ok"], found["failed"], found["canceled"]) == (0, 0, 2)
+    counts = client.batches.retrieve(batch.id).request_counts
+    assert counts is not None and counts.failed == 2
+
+
+def test_a_reader_begins_anew_when_the_rows_have_left_the_queue() -> None:
+    """Files have them in another order. Each row comes once."""
+    rows = [Result(str(number), "chat", "ok", text=f"t{number}") for number in range(1, 6)]
+
+    def line(number: int, position: int) -> StoredRow:
+        return StoredRow(f"{'a' * 16}-{number}", number, position, rows[number - 1])
+
+    queue = [line_of(line(number, place), "stored") for place, number in enumerate((4, 1, 5))]
+    files = [in_file(line(number, number - 1), "stored") for number in range(1, 6)]
+    asked: list[int] = []
+
+    class Cut:
+        def lines(self, path: str, *, after: int, **_: Any) -> Iterator[bytes]:
+            asked.append(after)
+            if len(asked) == 1:
+                yield from queue
+                raise AwayError("cut")
+            yield from files[after:]
+
+    transport: Any = Cut()
+    reader = RowReader(transport, "a" * 16, "finish", 0, is_followed=True)
+    assert [row.line for row in reader.each()] == [4, 1, 5, 2, 3]
+    assert asked == [0, 3, 0]

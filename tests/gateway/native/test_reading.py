@@ -183,8 +183,9 @@ def test_batches_are_listed_in_pages(
         after = page["next"]
     assert [item["batch_id"] for item in seen] == [*reversed(own), found["batch_id"]]
     assert seen[-1]["openai_id"] == made.id and not seen[-1]["in_queue"]
-    assert page["total"] == 3
-    assert http.get(f"/batches/{made.id}/results").status_code == 404
+    assert page["total"] == 4
+    in_file = http.get(f"/batches/{made.id}/results").text.splitlines()
+    assert [json.loads(line)["line"] for line in in_file] == [1, 2]
     assert http.get(f"/batches?after={own[0]}").json()["data"][0]["openai_id"] == made.id
     assert http.get("/batches?after=zz").status_code == 400
 
