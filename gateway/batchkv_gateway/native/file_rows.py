@@ -24,13 +24,9 @@ from batchkv_gateway.native.rows import RowPage, RowParts, facts_of_row
 from batchkv_producer.errors import NotFoundError
 from batchkv_producer.intake.formats import BOM, MAX_LINE_BYTES, Row, read_rows
 from batchkv_producer.manage.cancel_retry import Unanswered
-from batchkv_producer.manage.input_lines import MissingLines
-from batchkv_producer.monitor.one_job import JobInfo
 from batchkv_producer.results.failures import Failures, grouped
-from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire.error_codes import ErrorCode
 from batchkv_producer.wire.job import Request, Result
-from batchkv_producer.wire.redis_keys import job_id
 
 _LINE = re.compile(rb'\{"id": ?"[^"\\]*-([0-9]{1,12})"')
 
@@ -68,43 +64,14 @@ class FileRows:
         ]
         return RowPage(facts, shown[-1].line if len(found) > limit else 0)
 
-    def stored(self) -> Iterator[StoredRow]:
-        """All rows with their results. Their positions are those of the files: by line."""
-        for position, row in enumerate(self._rows("")):
-            result = result_of(json.loads(row.raw))
-            yield StoredRow(self._job_id(row.line), row.line, position, result)
+    def results(self) -> Iterator[tuple[int, Result]]:
+        """(line, result) of all rows, by line. A file that is gone raises NotFoundError at once."""
+        return ((row.line, result_of(json.loads(row.raw))) for row in self._rows(""))
 
-    def job_ids(self) -> Iterator[str]:
-        """The ids of all rows' jobs, by line."""
-        return (self._job_id(row.line) for row in self._rows(""))
-
-    def job(self, line: int) -> JobInfo:
-        """A row's job as it ended. Raises NotFoundError."""
-        row = next((row for row in self._rows("") if row.line == line), None)
-        if row is None:
-            raise NotFoundError(f"line {line} of batch {self._record.batch_id} is no row")
-        result = result_of(json.loads(row.raw))
-        return JobInfo(
-            job_id=self._job_id(line),
-            status=result.outcome,
-            batch_id=self._record.queued_id,
-            line=line,
-            custom_id=result.custom_id,
-            error=": ".join(result.error or ()),
-            reused=result.reused,
-        )
-
-    def _job_id(self, line: int) -> str:
-        return job_id(self._record.queued_id or self._record.batch_id, line)
-
-    def failed_lines(self, missing: MissingLines, *, canceled: bool) -> Iterator[str]:
-        """The input lines of failed (and canceled) rows. ``missing`` counts those without one."""
-        reasons = self._reasons()[0]
-        wanted = ("failed", "canceled") if canceled else ("failed",)
-        missing.num_wrong += sum(reason == "wrong" for reason in reasons.values())
-        missing.num_gone += sum(reason == "expired" for reason in reasons.values())
-        for _, raw in self.input_lines({n for n, reason in reasons.items() if reason in wanted}):
-            yield raw.decode("utf-8", "replace").rstrip("\n")
+    @property
+    def batch_id(self) -> str:
+        """The id that the batch had in the queue."""
+        return self._record.queued_id or self._record.batch_id
 
     def failures(self) -> list[Failures]:
         """The failed rows by code, the most frequent first."""
@@ -125,7 +92,11 @@ class FileRows:
     def lines_to_retry(self, *, canceled: bool) -> set[int]:
         """The input lines of failed (and canceled) rows that can be computed again."""
         wanted = ("failed", "canceled") if canceled else ("failed",)
-        return {line for line, reason in self._reasons()[0].items() if reason in wanted}
+        return {line for line, reason in self.reasons().items() if reason in wanted}
+
+    def reasons(self) -> dict[int, str]:
+        """Line -> why it has no answer, as a field of ``Unanswered``."""
+        return self._reasons()[0]
 
     def _reasons(self) -> tuple[dict[int, str], set[int]]:
         """Line -> why it has no answer, as a field of ``Unanswered``; and the refused lines."""

@@ -13,8 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from batchkv_gateway.http.answer import json_answer
-from batchkv_gateway.native import PREFIX
-from batchkv_gateway.native.file_rows import FileRows
+from batchkv_gateway.native import PREFIX, file_jobs
 from batchkv_gateway.native.listing import Listing, facts_of, more_fields
 from batchkv_gateway.native.owners import Found
 from batchkv_gateway.native.queries import checked_query, plain, switch, whole
@@ -23,7 +22,6 @@ from batchkv_gateway.parts import Parts
 from batchkv_producer import batch_facts
 from batchkv_producer.errors import NotFoundError
 from batchkv_producer.manage.input_lines import MissingLines
-from batchkv_producer.monitor.one_job import split_job_id
 from batchkv_producer.wire.redis_keys import job_id
 
 DEFAULT_PAGE, MAX_PAGE = 50, 1000
@@ -114,9 +112,9 @@ class ReadRoutes:
         The last line counts the rows that have no line.
         """
         canceled = switch(checked_query(request, "canceled"), "canceled")
-        files, missing = self._files(request), MissingLines()
+        files, missing = self._visible.ended(request), MissingLines()
         if files is not None:
-            lines = files.failed_lines(missing, canceled=canceled)
+            lines = file_jobs.failed_lines(files, missing, canceled=canceled)
         else:
             batch = self._visible.batch(request)
             lines = self._visible.client.failed_lines(batch, missing, canceled=canceled)
@@ -136,15 +134,11 @@ class ReadRoutes:
         batch_id = self._visible.queued(request).batch_id
         return json_answer(asdict(self._visible.client.unanswered(batch_id)))
 
-    def _files(self, request: Request) -> FileRows | None:
-        """The rows of an ended batch of OpenAI's API. None: they are in the queue."""
-        return self._visible.results_in_files(self._visible.find(request))
-
     def job_ids(self, request: Request) -> Response:
         """The ids of a batch's jobs, in input order, one a line."""
         checked_query(request)
-        if (files := self._files(request)) is not None:
-            ids = files.job_ids()
+        if (files := self._visible.ended(request)) is not None:
+            ids = file_jobs.job_ids(files)
         else:
             ids = iter(self._visible.client.job_ids(self._visible.queued(request).batch_id))
         pages = iter(lambda: "".join(f"{each}\n" for each in islice(ids, PAGE_IDS)), "")
@@ -154,8 +148,7 @@ class ReadRoutes:
         """One job."""
         checked_query(request)
         line = request.path_params["line"]
-        if (files := self._files(request)) is not None:
-            return json_answer(asdict(files.job(line)))
+        if (files := self._visible.ended(request)) is not None:
+            return json_answer(asdict(file_jobs.job(files, line)))
         name = job_id(self._visible.queued(request).batch_id, line)
-        split_job_id(name)
         return json_answer(asdict(self._visible.client.job(name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, cast
 
 from starlette.concurrency import run_in_threadpool
@@ -12,6 +13,7 @@ from starlette.routing import Route
 from batchkv_gateway.errors import invalid
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.native import PREFIX
+from batchkv_gateway.native.file_jobs import stored_rows
 from batchkv_gateway.native.queries import MAX_LINE, OUTCOMES, checked_query, one_of, switch, whole
 from batchkv_gateway.native.rows import page_of_rows
 from batchkv_gateway.native.stream import AskedRows, Form, RowStream, lines_of, pieces_of
@@ -54,7 +56,9 @@ class ResultRoutes:
         files = await run_in_threadpool(self._visible.results_in_files, found)
         if files is not None:
             in_files = AskedRows(found.batch_id, order, after, limit, outcome, form)
-            pieces = await run_in_threadpool(pieces_of, files.stored, in_files, lines)
+            pieces = await run_in_threadpool(
+                pieces_of, partial(stored_rows, files), in_files, lines
+            )
             return StreamingResponse(pieces, media_type=LINES_TYPE)
         found = await run_in_threadpool(self._visible.queued, request)
         if lines is not None:

@@ -58,6 +58,10 @@ class Visible:
                 )
         return files
 
+    def ended(self, request: Request) -> FileRows | None:
+        """``results_in_files`` of the batch of a request's path."""
+        return self.results_in_files(self.find(request))
+
     def kept_facts(self, found: Found) -> Facts | None:
         """The facts of a report that were kept when the rows of the batch left the queue."""
         if found.openai is None:
