@@ -114,6 +114,8 @@ class RunReport:
         tokens = f"{self.status.completion_tokens:,} generated"
         if self.completion_tokens and self.seconds > 0:
             rate = f"{self.completion_tokens / self.seconds:,.0f} tok/s"
+            if self.completion_tokens != self.status.completion_tokens:
+                tokens += f", {self.completion_tokens:,} of them now"
             tokens += f" in {duration(self.seconds)}: {rate}, the start included"
         parts.append(tokens)
         if self.num_expected:

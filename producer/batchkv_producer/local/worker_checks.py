@@ -82,7 +82,9 @@ def _advice(model: str) -> str:
     close = get_close_matches(model, names, n=1, cutoff=0.75)
     ends = {name.rpartition("/")[2].lower(): name for name in names}  # the owner was left out
     close = close or [ends[end] for end in get_close_matches(model.lower(), ends, 1, 0.75)]
-    return f"Did you mean {printable(close[0])}? Check the name" if close else "Check the name"
+    return (
+        f"{printable(close[0])} is on this machine: check the name" if close else "Check the name"
+    )
 
 
 def _first_line(fault: Exception) -> str:

@@ -34,6 +34,7 @@ from batchkv_producer.results.stored_rows import StoredRow
 from batchkv_producer.wire import redis_keys as queue_keys
 from batchkv_producer.wire.job import Result
 from support.gateway import Gateway, chat_file, chat_line, working
+from support.worker_harness import wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -322,6 +323,7 @@ def test_a_batch_that_failed_its_check_is_no_success(
 def test_canceled_rows_are_counted_as_such(http: HttpClient, client: OpenAI) -> None:
     """OpenAI's object counts them as failed, and has no other word."""
     batch = made(client, chat_file("a", "b"))
+    wait_until(lambda: http.get(f"/batches/{batch.id}").json()["in_queue"])
     client.batches.cancel(batch.id)
     found = gone(http, batch.id)
     assert (found["ok"], found["failed"], found["canceled"]) == (0, 0, 2)

@@ -16,6 +16,7 @@ import mlx.core as mx
 import pytest
 
 from batchkv_worker.engine.prefill import Prefill
+from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.prefill_group import PrefillGroup
 from batchkv_worker.kv.backends.contract import Change, ChunkKernels, DrawKernel, Pacing
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
@@ -31,6 +32,8 @@ from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import UNPACED
 from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.launch import Constant, Input, Launch, Run, View
+from batchkv_worker.kv.kernels.layout import RecordLayout
+from batchkv_worker.kv.kernels.plain import PlainKernels
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from batchkv_worker.kv.layers import chunk_packing
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
@@ -352,6 +355,52 @@ def test_few_rows_behind_each_of_several_prefixes_are_one_chunk(
             assert [one for one in chunks if one[1]] == [(6, True), (4, True)]
         else:
             assert chunks.count((2, False)) == 6 and not any(apart for _, apart in chunks)
+    assert found[0] == found[1]
+
+
+@dataclass(frozen=True, eq=False)
+class WithRecords(Backend):
+    """Slots that keep records."""
+
+    def record_kernels(self, scheme: LayerScheme, lines: int, dtype: mx.Dtype) -> Any:
+        return PlainKernels(RecordLayout.of(scheme, dtype))
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["sharing", "no room to share"])
+@pytest.mark.parametrize(("scheme", "path"), [("float", "folded"), ("affine8", "kernel")])
+def test_rows_behind_several_warm_prefixes(
+    scheme: str, path: str, has_room: bool, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No slot has the prefixes any more. Rows share them again, or keep them as their own."""
+    if not has_room:
+        monkeypatch.setattr(Memory, "fits_shared_prefix", lambda *_: False)
+    apart: list[int] = []
+    real = Prefill._compute_chunk
+
+    def noted(prefill: Prefill, group: PrefillGroup) -> None:
+        apart.extend([len(group.rows)] * group.is_apart)
+        real(prefill, group)
+
+    monkeypatch.setattr(Prefill, "_compute_chunk", noted)
+    found = []
+    for joins in (True, False):
+        apart.clear()
+        backend = WithRecords(made=launch, joins_groups=joins)
+        how = {"slots": 16, "chunk_tokens": 1024, "prefix_cells": 1}
+        crowd = Crowd("llama", backend=backend, path=path, scheme=scheme, **how)
+        most = 0
+        for wave in range(2):
+            for group in range(4):
+                for row in range(2 + group % 3):  # other numbers of rows, and of tokens
+                    own = random_prompt(1000 * wave + 10 * group + row, 20 + (7 * group + row) % 5)
+                    crowd.add(f"{wave} {group} {row}", random_prompt(group, 330) + own, 6)
+            while not crowd.engine.is_idle:
+                crowd.step()
+                parts = crowd.engine._slots.layouts.prefixes
+                most = max(most, len(parts)) if wave else most
+        assert apart == ([11] if joins else [])
+        assert most == (11 if has_room or not joins else 0)
+        found.append({name: crowd.tokens(name) for name in crowd.prompts})
     assert found[0] == found[1]
 
 

@@ -127,7 +127,7 @@ class DecodeRows:
         # What others wait for is stored, unless they came too late or the memory is full.
         held = layouts.tokens_held(keys_of(row, row.num_prefill), shared)
         held = max(held, self._prefixes.num_held(row))
-        points = self.scheduler.split_points(row, held, shared)
+        points = self.scheduler.split_points(row, held, shared, group.beside(row))
         num_tokens = num_shared(points)
         if row.parked or num_tokens <= (shared.num_tokens if shared else 0):
             return shared

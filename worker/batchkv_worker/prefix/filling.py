@@ -8,7 +8,7 @@ from batchkv_cache_store.blocks.block import Kind
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.attention.shared_prefix import SharedPrefix
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
-from batchkv_worker.prefix.bundle import ALL_PIECES, Joined, assemble, block_pieces, parts_after
+from batchkv_worker.prefix.bundle import Joined, assemble, block_pieces, parts_after
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Sequence
 
@@ -33,7 +33,7 @@ def fill(
     if shared is not None and 2 * shared.num_tokens < prefill.capacity:
         shared = None
     if apart:
-        joined = Joined(parts_after(0, blocks), ALL_PIECES)
+        joined = Joined(parts_after(0, blocks))
         for index, layer in enumerate(prefill.layers):
             layer.share_each(joined.layer(index), end)
         return

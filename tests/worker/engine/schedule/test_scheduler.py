@@ -6,6 +6,7 @@ import ast
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -420,10 +421,50 @@ def test_rows_that_need_a_pass_of_their_own_anyway_are_not_joined_with_others() 
             plan.add(keyed(f"a{number}", "aaa", own=own))
             plan.add(keyed(f"b{number}", "bbb", own=own))
         assert groups_of(plan)[0][1] is joins, own
-    plan = sharing(slots=16, joined=10**6, prefix_cost=100)
-    for name in ("a0", "b0", "c0", "a1", "b1", "c1"):
-        plan.add(keyed(name, name[0], own=257 if name[0] == "b" else 10))
-    assert groups_of(plan) == [("a0 a1 c0 c1", True), ("b0", False), ("b1", False)]
+    for long in ("b0 b1", "b1"):
+        plan = sharing(slots=16, joined=10**6, prefix_cost=100)
+        plan = replace_chunk(plan, 4096)
+        for name in ("a0", "b0", "c0", "a1", "b1", "c1"):
+            plan.add(keyed(name, name[0], own=257 if name in long else 10))
+        first = groups_of(plan)[0]
+        assert first[1] and not set(long.split()) & set(first[0].split()), first
+    plan = replace_chunk(sharing(slots=16, joined=10**6, prefix_cost=100), 4096)
+    for name in ("a0", "b0", "c0", "a1", "b1", "c1"):  # the next row is such a one
+        plan.add(keyed(name, name[0], own=257 if name == "a0" else 10))
+    assert groups_of(plan)[0] == ("a0 a1", False)
+
+
+def replace_chunk(plan: Scheduler, tokens: int) -> Scheduler:
+    """The plan with chunks of so many tokens."""
+    plan.memory.budget = replace(plan.memory.budget, chunk_tokens=tokens)
+    return plan
+
+
+def test_rows_of_one_prefix_alone_are_not_behind_several() -> None:
+    """The slots have room for no others, or the chunk has not: all are padded to the longest."""
+    for slots in (1, 2, 3):
+        plan = sharing(slots=slots, joined=10**6)
+        for name in ("a0", "a1", "a2", "b0", "b1"):
+            plan.add(keyed(name, 3 * name[0]))
+        group = plan.next_group()
+        assert group is not None and not group.is_apart and group.num_shared == 768
+    plan = sharing(slots=16, joined=10**6)
+    for name, own in (("a0", 60), ("b0", 200), ("a1", 60), ("b1", 200)):
+        plan.add(keyed(name, 3 * name[0], own=own))
+    group = plan.next_group()
+    assert group is not None and [one.job_id for one in group.rows] == ["a0", "a1"]
+    assert not group.is_apart and group.num_shared == 768
+
+
+def test_a_parked_row_is_not_behind_several_prefixes() -> None:
+    """It is computed already."""
+    plan = sharing(slots=16, joined=10**6)
+    for name in ("a0", "b0", "a1", "b1"):
+        plan.add(keyed(name, 3 * name[0]))
+    parked = keyed("a2", "aaa")
+    parked.parked = b"row"
+    plan.add(parked)
+    assert groups_of(plan)[0] == ("a0 a1 b0 b1", True)
 
 
 def test_rows_behind_several_prefixes_are_not_joined_without_room_for_copies() -> None:

@@ -188,6 +188,57 @@ def test_a_chunk_on_copies_of_its_prefix(
                 assert apart <= BOUNDS[mx.float32] * mx.abs(got[-1]).max().item(), (rows, apart)
 
 
+def added(mask: mx.array) -> mx.array:
+    """The mask as numbers that are added to scores."""
+    return mx.where(mask, 0.0, -1e9).astype(mx.float32)
+
+
+@pytest.mark.parametrize("few", [1, 2 * 8000, 2**26], ids=["row by row", "some rows", "all rows"])
+@pytest.mark.parametrize("name", ["float", "affine8", "turbo4"])
+def test_a_chunk_of_rows_behind_prefixes_of_their_own(
+    name: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row as it is alone, with every kind of mask that a model makes."""
+    kind, rows, tokens, columns = attention_kind(name), 3, 7, 40
+    mx.random.seed(1)
+    first, own = (
+        (
+            kind.scheme.keys.pack(normal(rows, HEADS, count, SIZE)),
+            kind.scheme.values.pack(normal(rows, HEADS, count, VALUE_SIZE)),
+        )
+        for count in (columns, tokens)
+    )
+    queries = 2.0 * normal(rows, QUERY_HEADS, tokens, SIZE)
+    causal = create_causal_mask(tokens, 0)
+    lengths = mx.arange(tokens) < mx.array([7, 5, 2]).reshape(rows, 1, 1, 1)
+    of_rows = causal & lengths | mx.eye(tokens, dtype=mx.bool_)  # each token sees itself
+    for mask in (
+        "causal",
+        None,
+        causal,
+        causal[None, None],
+        of_rows,
+        added(causal),
+        added(of_rows),
+    ):
+        wanted = []
+        monkeypatch.setattr(shared_prefix_prefill, "MAX_DENSE", 2**26)
+        for row in range(rows):
+            one = slice(row, row + 1)
+            prefix, rest = (
+                tuple(tuple(part[one] for part in parts) for parts in both) for both in (first, own)
+            )
+            is_of_row = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
+            layer = LayerAttention(BACKEND, kind.scheme, mx.float32)
+            what = (queries[one], [prefix], rest, SCALE, mask[one] if is_of_row else mask)
+            wanted.append(shared_prefix_prefill.attend_chunk(layer, *what))
+        monkeypatch.setattr(shared_prefix_prefill, "MAX_DENSE", few)
+        layer = LayerAttention(GenericBackend(), kind.scheme, mx.float32)
+        found = shared_prefix_prefill.attend_chunk(layer, queries, [first], own, SCALE, mask)
+        apart = mx.abs(found - mx.concatenate(wanted)).max().item()
+        assert apart <= BOUNDS[mx.float32] * mx.abs(found).max().item(), (mask, apart)
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_decode_is_attention_over_both_parts(name: str, dtype: mx.Dtype) -> None:

@@ -92,6 +92,12 @@ def test_a_chunk_has_the_bits_of_the_scheme(
     for one, other, old in zip(found, dense, given_back(case, prefix), strict=True):
         assert mx.array_equal(one[:2, :, :7], mx.broadcast_to(old, (2, *old.shape[1:])))
         assert mx.array_equal(one[:2, :, 7:], other) and not one[2:].any()
+    each = numbers(case, 2, 7, seed=2)
+    prefix = scheme.keys.pack(each[0]), scheme.values.pack(each[1])
+    packed, found = kernel.pack_and_give(*stored(case, both), prefix, 3, 9)
+    assert same(packed, wanted)
+    for one, other, old in zip(found, dense, given_back(case, prefix), strict=True):
+        assert mx.array_equal(one[:2], mx.concatenate([old, other], axis=2)) and not one[2:].any()
 
 
 def test_arrays_that_do_not_lie_in_one_piece(tmp_path: Path) -> None:

@@ -67,20 +67,24 @@ def behind_others(
     alike: Rows[Sequence],
     split_points: Callable[[Sequence, int], SplitPoints],
     chunk_tokens: int,
+    room: int,
     joined: int,
 ) -> list[Sequence]:
     """Rows behind other shared prefixes that are computed in one chunk with ``rows``; none: alone.
 
     All have as many cached tokens, and each a shared prefix of them, as ``split_points`` says.
     ``rows`` have one of these. They are not alone if a pass for them costs as much as one of more
-    tokens. At most ``joined`` tokens are in the chunk, cached ones included.
+    tokens, and others have ``room`` beside them. At most ``joined`` tokens are in the chunk, cached
+    ones included.
     """
     shared, num_own = rows[0].num_cached, rows[0].num_prefill - rows[0].num_cached
-    if not joined or not 0 < len(rows) * num_own < chunk_tokens // PASS_SHARE:
+    if not joined or len(rows) >= room or not 0 < len(rows) * num_own < chunk_tokens // PASS_SHARE:
         return []
     ends: dict[bytes | None, int] = {}
-    found = []
+    found: list[Sequence] = []
     for row in alike:
+        if len(found) == room:  # the points of more prefixes take the host's time for nothing
+            break
         # Before more tokens of its own, a prefix is not read in place.
         if row.num_cached == shared and 0 < row.num_prefill - shared <= shared:
             key = key_at(row, shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchkv_worker.engine.schedule.prefix_split import SplitPoints, keys_of, num_shared
+from batchkv_worker.engine.schedule.prefix_split import SplitPoints, key_at, keys_of, num_shared
 from batchkv_worker.kv.attention.prefix_part import PrefixPart
 from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.sequence import Sequence
@@ -24,6 +24,18 @@ class PrefillGroup:
     split_points: SplitPoints = ()  # of the prefix that all its rows share with others
     shared_prefix: PrefixPart | None = None  # the last part of that prefix; see share
     is_apart: bool = False  # its rows are behind different prefixes, each its cached tokens
+
+    def beside(self, row: Sequence) -> dict[bytes, int]:
+        """How many of its rows, this one too, have the prefix of one, by each key of that.
+
+        None of a group that is behind one prefix: its split points say it.
+        """
+        if not self.is_apart:
+            return {}
+        end = row.num_cached
+        key = key_at(row, end)
+        count = sum(key_at(other, end) == key for other in self.rows)
+        return dict.fromkeys(keys_of(row, end), count)
 
     def share(self, part: PrefixPart | None) -> None:
         """Its rows are computed after this shared prefix; None: without one."""

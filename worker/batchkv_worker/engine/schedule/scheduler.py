@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice, pairwise, takewhile
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.uses import Uses
+from batchkv_worker.engine.schedule import common_tokens
 from batchkv_worker.engine.schedule.admission import Budget, OutputLengths
-from batchkv_worker.engine.schedule.common_tokens import (
-    Leaders,
-    behind_others,
-    start_together,
-    with_the_first,
-)
+from batchkv_worker.engine.schedule.common_tokens import Leaders, start_together
 from batchkv_worker.engine.schedule.memory import Memory
 from batchkv_worker.engine.schedule.policy import (
     as_many_as_fit,
@@ -293,6 +289,8 @@ class Scheduler:
         self._is_short = is_live and not rows
         if not rows:
             return None
+        if is_apart and len({key_at(row, cached) for row in rows}) == 1:
+            is_apart, points = False, self.split_points(rows[0], cached)
         chosen = set(map(id, rows))
         looked_at = [self._waiting.popleft() for _ in range(min(LOOKAHEAD, self.num_waiting))]
         self._waiting.extendleft(row for row in reversed(looked_at) if id(row) not in chosen)
@@ -308,8 +306,7 @@ class Scheduler:
     def _alike(self) -> tuple[list[Sequence], SplitPoints, bool]:
         """Ready rows that may be computed with the next one, those of similar length first.
 
-        Also returns the split points of the prefix that all of them share, and whether each has its
-        cached tokens for itself instead.
+        Also the split points of the prefix that all share, and whether each is behind its own.
         """
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
         if not window:
@@ -325,28 +322,33 @@ class Scheduler:
         points = self.split_points(window[0], window[0].num_cached)
         shared = num_shared(points)
         last = key_at(window[0], shared)
-        window = with_the_first(window, shared, is_ragged=self._ragged)
+        window = common_tokens.with_the_first(window, shared, is_ragged=self._ragged)
         same = [row for row in window if key_at(row, shared) == last]
-        limits = self.chunk_tokens, self._prefix_costs.joined
-        others = behind_others(same, window, self.split_points, *limits)
-        if others and self._fits_memory(others[: self.layouts.num_free], ()):
+        limits = self.chunk_tokens, self.layouts.num_free, self._prefix_costs.joined
+        others = common_tokens.behind_others(same, window, self.split_points, *limits)
+        if others and self._fits_memory(others, ()):
             return most_alike(others, left), (), True
         return most_alike(same, left), points, False
 
     def split_points(
-        self, row: Sequence, num_cached: int, computed_after: PrefixPart | None = None
+        self,
+        row: Sequence,
+        num_cached: int,
+        computed_after: PrefixPart | None = None,
+        beside: Mapping[bytes, int] | None = None,
     ) -> SplitPoints:
         """Where the shared prefixes within a row's cached tokens end.
 
         Those in use do not change. Neither does ``computed_after``, the prefix that the row was
-        computed with. New ones are added after them where they save most.
+        computed with. New ones are added where they save most. ``beside``: rows that do not wait.
         """
         if not self._shares:
             return ()
         keys = keys_of(row, min(num_cached, row.num_prefill - 1))
         held = self._held_points(keys, computed_after)
         # The other choices of a row are queued once its prompt is computed.
-        wanted = [self._uses.remaining(key) + len(row.unqueued) for key in keys]
+        more = beside or {}
+        wanted = [self._uses.remaining(k) + len(row.unqueued) + more.get(k, 0) for k in keys]
         return choose_split_points(wanted, unit_of(row), held, self._prefix_costs)
 
     def _held_points(

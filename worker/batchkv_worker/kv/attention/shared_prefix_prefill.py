@@ -34,7 +34,8 @@ def attend_chunk(
     is_apart = shared[0][0][0].shape[0] > 1
     if is_apart and isinstance(mask, mx.array):
         before = sum(one[0][0].shape[-2] for one in shared)
-        seen = mx.ones((*mask.shape[:-1], before), mx.bool_)
+        all_seen = mx.ones if mask.dtype == mx.bool_ else mx.zeros  # else it is added to scores
+        seen = all_seen((*mask.shape[:-1], before), mask.dtype)
         mask = mx.concatenate([seen, mask], axis=-1)
     if is_apart or (layer.backend.has_fused_attention and not isinstance(mask, mx.array)):
         return _attend_dense(layer, queries, shared, own, scale, mask, sinks)
@@ -69,7 +70,8 @@ def _attend_dense(
     for low in range(0, queries.shape[0], few):
         rows = slice(low, low + few)
         keys, values = (_joined(prefixes, rest, rows) for prefixes, rest in both)
-        given = mask[rows] if isinstance(mask, mx.array) and mask.shape[0] > 1 else mask
+        is_of_rows = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
+        given = mask[rows] if is_of_rows else mask
         found.append(layer.backend.attention(rotated[rows], keys, values, scale, given, sinks))
     return scheme.values.unrotate(mx.concatenate(found, axis=0))
 
