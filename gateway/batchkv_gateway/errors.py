@@ -24,6 +24,7 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(BAD_REQUEST, message, code=code, param=param)
 
 
-def unknown(kind: str, name: str) -> ApiError:
+def unknown(kind: str, name: str, param: str = "id") -> ApiError:
     """The error for an id that does not exist, or that belongs to another key."""
-    return ApiError(NOT_FOUND, f"there is no {kind} {name[:80]!r}", code="not_found", param="id")
+    message = f"there is no {kind} {name[:80]!r}"
+    return ApiError(NOT_FOUND, message, code="not_found", param=param)

@@ -54,7 +54,7 @@ class Batches:
         whose files are gone. Raises ApiError if it would have more rows than the caller's limit.
         """
         owner = caller.owner
-        file = self._files.find(owner, asked.input_file_id)
+        file = self._files.find(owner, asked.input_file_id, "input_file_id")
         if file.purpose != INPUT:
             raise ApiError(
                 BAD_REQUEST, "the input file must have the purpose batch", param="input_file_id"

@@ -148,13 +148,16 @@ class Files:
         incoming.keep(record.content_name)
         return record
 
-    def find(self, owner: str, file_id: str) -> FileRecord:
-        """An owner's file. Raises ApiError (404) if there is none, or if it has expired."""
+    def find(self, owner: str, file_id: str, param: str = "id") -> FileRecord:
+        """An owner's file. Raises ApiError (404) if there is none, or if it has expired.
+
+        ``param``: the field of the request that names it.
+        """
         record = self.read(file_id) if is_id(file_id, FILE) else None
         if record is None or record.owner != owner:
-            raise unknown("file", file_id)
+            raise unknown("file", file_id, param)
         if 0 < record.expires <= time.time() and self._remove(record) != "used":
-            raise unknown("file", file_id)
+            raise unknown("file", file_id, param)
         return record
 
     def read(self, file_id: str) -> FileRecord | None:

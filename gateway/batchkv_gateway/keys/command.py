@@ -11,6 +11,10 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.wire.batch_options import moment_text
 
 MAX_BYTES = 2**50
+FIRST_KEY = (
+    ". From now on each request needs a key, and files and batches that were made without one are "
+    "not found while there are keys"
+)
 
 
 @click.group()
@@ -62,7 +66,7 @@ def add(
             max_bytes=num_bytes,
         )
     click.echo(key)
-    say("it is shown once: keep it" + (". From now on each request needs a key" * is_first))
+    say("it is shown once: keep it" + FIRST_KEY * is_first)
 
 
 def _size(text: str | None) -> int:

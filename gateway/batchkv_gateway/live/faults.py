@@ -20,7 +20,12 @@ from batchkv_producer.intake.checks import RowFault
 from batchkv_producer.intake.single import param_of
 from batchkv_producer.live import LaneRefusedError, LostAnswerError
 from batchkv_producer.monitor.hosts import wish_for
-from batchkv_producer.monitor.workers import hosts_of, listed_workers, serving_workers
+from batchkv_producer.monitor.workers import (
+    hosts_of,
+    listed_workers,
+    served_models,
+    serving_workers,
+)
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.error_codes import REFUSED_CODES, ErrorCode
 from batchkv_producer.wire.job import Request, Result
@@ -59,7 +64,8 @@ def of_refusal(
         message = f"no worker holds {model} now. One may load it soon: try again in some seconds"
         return ApiError(UNAVAILABLE, message, code="model_loading")
     if not workers:
-        return ApiError(NOT_FOUND, str(fault), code="model_not_found", param="model")
+        message = _nobody(connection, fault)
+        return ApiError(NOT_FOUND, message, code="model_not_found", param="model")
     needed = needs_of(request)
     # A worker that can by now began to serve after the row was refused.
     has_begun = any({*needed} <= {*w.abilities} for w in workers if w.abilities is not None)
@@ -70,6 +76,12 @@ def of_refusal(
     lack = f"this request needs ({needs})" if needs else "answers at once need"
     message = f"the workers of {model} do not have what {lack}: update batchkv there"
     return ApiError(BAD_REQUEST, message, code="unsupported_parameter")
+
+
+def _nobody(connection: Redis, fault: LaneRefusedError) -> str:
+    """The refusal, with the names that would be answered."""
+    served = served_models(connection)
+    return f"{fault}. Served now: {', '.join(served)[:400]}" if served else str(fault)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from batchkv_producer.agreed import BLOCK_TOKENS
+from batchkv_producer.cli.exit_codes import input_code
 from batchkv_producer.cli.input_options import Given, checked_line, input_options, say_wrong
 from batchkv_producer.cli.shared import (
     default_model,
@@ -33,7 +34,9 @@ from batchkv_producer.wire.job import SamplingParams
 )
 @generation_options
 @json_option
+@click.pass_context
 def plan(
+    ctx: click.Context,
     given: Given,
     model: str | None,
     num_workers: int,
@@ -61,11 +64,12 @@ def plan(
         )
     if as_json:
         print_json({"checked": checked, "outlook": estimate})
-        return
-    say_wrong(checked)
-    click.echo(checked_line(checked))
-    _print_groups(estimate)
-    _print_hits(estimate)
+    else:
+        say_wrong(checked)
+        click.echo(checked_line(checked))
+        _print_groups(estimate)
+        _print_hits(estimate)
+    ctx.exit(input_code(checked.num_bad, False))
 
 
 def _print_groups(estimate: PrefixEstimate) -> None:

@@ -105,7 +105,8 @@ class _Grouper:
         self.num_cached += cached
         if cached and self._rows:
             line, num_rows, least, total = self._rows
-            self._rows = [line, num_rows + 1, min(least, shared), total + cached]
+            first = min(line, entry.line)
+            self._rows = [first, num_rows + 1, min(least, shared), total + cached]
         else:
             self._close()
             self._rows = [entry.line, 1, entry.size, 0]

@@ -47,8 +47,8 @@ def test_keys_are_made_listed_and_removed(command: CliRunner, redis_connection: 
     """A key is shown once and only its digest is stored; wrong names are refused."""
     made = run(command, "keys", "add", "laptop")
     key = made.stdout.strip()
-    assert made.stderr == (
-        "batchkv: it is shown once: keep it. From now on each request needs a key\n"
+    assert made.stderr.startswith(
+        "batchkv: it is shown once: keep it. From now on each request needs a key, and files "
     )
     assert run(command, "keys", "add", "second").stderr == "batchkv: it is shown once: keep it\n"
     assert run(command, "keys", "remove", "second").exit_code == 0

@@ -143,6 +143,9 @@ def test_what_is_wrong_is_refused_in_openai_s_shape(client: OpenAI, is_stream: b
         fault = caught.value
         assert (fault.status_code, fault.code, fault.param) == (status, code, param), given
         assert fault.message, given
+        assert fault.message.endswith(f". Served now: {MODEL}") == (code == "model_not_found"), (
+            fault
+        )
 
 
 def test_a_client_that_leaves_frees_its_slot(gateway: Gateway, redis: Redis) -> None:

@@ -50,6 +50,14 @@ def test_a_group_and_a_single_row() -> None:
     assert found.hit_rate_one == found.hit_rate == pytest.approx(3 * 512 / 3600)
 
 
+def test_a_group_is_named_by_the_first_of_its_lines() -> None:
+    """Not by the row that comes first in the order of the texts."""
+    found = looked(*(words(1, 2500) + letter for letter in "dcab"))
+    assert [group.first_line for group in found.groups] == [1]
+    order = [entry for entry in entries(*(words(1, 2500) + letter for letter in "dcab"))]
+    assert [one.first_line for one in estimate_prefixes(order[::-1], 4, 1).groups] == [1]
+
+
 def test_nothing_shared_and_nothing_at_all() -> None:
     """No groups, no hits, no division by zero."""
     found = looked(words(1, 3000), words(2, 3000))
@@ -89,7 +97,7 @@ def test_the_command(write_lines: Write) -> None:
     prefix = words(1, 2000)
     path = write_lines(*({"prompt": prefix + f"{n}"} for n in range(40)), "{broken")
     found = plan(path, "-m", "demo", "--workers", 2)
-    assert found.exit_code == 0
+    assert found.exit_code == 1
     assert "line 41: invalid_json" in found.stderr
     assert "41 rows = 40 good + 1 wrong" in found.stdout
     assert "40 rows in 1 group with a common prefix; tokens are estimates" in found.stdout

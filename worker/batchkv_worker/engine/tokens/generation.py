@@ -143,14 +143,20 @@ def _max_tokens(asked: SamplingParams, num_prompt: int, context: int, default: f
         raise RowRefused(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{num_prompt} prompt tokens and max_tokens {asked.max_tokens} are more than the "
-            f"model's context of {context}",
+            f"model's context of {context} tokens: {_advice(room)}",
         )
     if room < 1:
         raise RowRefused(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{num_prompt} prompt tokens leave no room in the model's context of {context}",
+            f"{num_prompt} prompt tokens leave no room in the model's context of {context} "
+            f"tokens: {_advice(room)}",
         )
     return min(room, int(_first(asked.max_tokens, default, DEFAULT_MAX_TOKENS)))
+
+
+def _advice(room: int) -> str:
+    """What helps where a prompt leaves ``room`` tokens of the context."""
+    return f"lower max_tokens to {room} or less" if room > 0 else "shorten the prompt"
 
 
 def _refusal(message: str) -> RowRefused:

@@ -79,7 +79,7 @@ def refusals(what: str) -> Iterator[None]:
 
 def too_long(what: str, context: int) -> RowRefused:
     """The refusal of a row that is too long for the context."""
-    message = f"{what} cannot fit the model's context of {context} tokens"
+    message = f"{what} cannot fit the model's context of {context} tokens: shorten the prompt"
     return RowRefused(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
 
 
