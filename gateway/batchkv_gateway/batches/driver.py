@@ -8,6 +8,7 @@ and another gateway, or the same one after its restart, goes on.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -19,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from batchkv_gateway import redis_keys, scripts
 from batchkv_gateway.batches import record as states
@@ -29,6 +30,7 @@ from batchkv_gateway.batches.store import Batches
 from batchkv_gateway.errors import ApiError
 from batchkv_gateway.files.records import Files
 from batchkv_producer.errors import BatchkvError, DiskError, ServerError
+from batchkv_producer.local.presence import reclaim_dead_of_home
 from batchkv_producer.monitor.status import BatchStatus, read_batches
 from batchkv_producer.wire.redis_keys import queue_name
 
@@ -41,6 +43,7 @@ LOOK_SECONDS = 5.0  # between two full looks at a batch that waits for workers, 
 FULL_LOOKS_PER_SECOND = 20.0  # at all batches together
 LOOKS_PER_TICK = 64  # at batches that may have ended meanwhile
 REST_SECONDS = 3.0  # after an error of the disk or of Redis
+DEATH_SECONDS = 5.0  # between two looks for workers of this machine that died
 SWEEP_SECONDS = 600.0
 
 
@@ -78,7 +81,7 @@ class Driver:
         self._busy: set[str] = set()
         self._due: dict[str, float] = {}  # when a batch is looked at in full again
         self._num_open, self._turns = 0, Turns(LOOKS_PER_TICK)
-        self._next_sweep = 0.0
+        self._next_sweep = self._next_look = 0.0
         self._thread = threading.Thread(target=self._loop, name="driver", daemon=True)
 
     def start(self) -> None:
@@ -136,9 +139,20 @@ class Driver:
         for batch_id in (*due, *self._ended(self._turns.next(others))):
             self._hand_over(batch_id)
         self._forget_spent()
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + DEATH_SECONDS
+            self._look_for_deaths()
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_SECONDS
             self._sweep()
+
+    def _look_for_deaths(self) -> None:
+        """Take back what dead workers of this machine hold. Else calls would wait for them."""
+        try:
+            reclaim_dead_of_home(self._connection)
+        except (NoPermissionError, BatchkvError, OSError) as fault:
+            log.debug("workers of this machine that died are not looked for: %s", fault)
+            self._next_look = math.inf
 
     def _ended(self, ids: Sequence[str]) -> list[str]:
         """Those of these batches whose rows have all ended, or are overdue."""

@@ -39,6 +39,7 @@ from batchkv_producer.wire.maker import needs_of
 KEEP_SECONDS = 3.0  # between two signs of life
 BLOCK_MS = 500  # of one wait for the stream on the server
 READ_ENTRIES = 500  # of the stream, at once
+GONE = "its worker is gone, or the server has lost the question: ask again"
 AGAIN_SECONDS = 0.2  # between two tries while the server is away
 
 _REFUSALS = {
@@ -165,7 +166,7 @@ class Lane:
                 is_broken = self._thread is threading.current_thread()
                 self._thread = None if is_broken else self._thread
             if is_broken:
-                self._lose(set(self._open), "reading the answers failed")
+                self._lose(set(self._open), "reading the answers failed: ask again")
 
     def _read_on(self) -> None:
         keep_at, alive_at, gone = 0.0, time.monotonic(), set[str]()
@@ -176,12 +177,12 @@ class Lane:
                     keep_at = time.monotonic() + KEEP_SECONDS
                 num_read = self._read_some(is_waiting=not gone)
                 if gone and not num_read:  # all that was written for them has been read
-                    self._lose(gone, "its worker is gone, or the server has lost the question")
+                    self._lose(gone, GONE)
                     gone = set()
                 alive_at = time.monotonic()
             except RedisError as fault:
                 if time.monotonic() - alive_at > ASKER_LEASE_SECONDS:
-                    self._lose(set(self._open), f"the server does not answer: {fault}")
+                    self._lose(set(self._open), f"the server does not answer ({fault}): ask again")
                 keep_at = 0.0
                 time.sleep(AGAIN_SECONDS)
 
@@ -204,9 +205,9 @@ class Lane:
         stream = redis_keys.live_stream(self._asker)
         self._connection.xtrim(stream, minid=self._last_id, approximate=False)
         lost = {row_id for row_id, state in kept.items() if state == "lost"}
-        self._lose(lost, "its worker ended in the middle of the answer")
+        self._lose(lost, "its worker ended in the middle of the answer: ask again")
         nobody = {row_id for row_id, state in kept.items() if state == "nobody"}
-        self._lose(nobody, "no worker of the model is left")
+        self._lose(nobody, "no worker of the model is left: start one, and ask again")
         return {row_id for row_id, state in kept.items() if state == "gone"}
 
     def _read_some(self, *, is_waiting: bool) -> int:
@@ -242,7 +243,7 @@ class Lane:
             with self._lock:
                 answer = self._open.pop(row_id, None)
             if answer is not None:
-                answer.give(LostAnswerError(f"{why}: ask again"))
+                answer.give(LostAnswerError(why))
 
 
 def _entries(reply: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
