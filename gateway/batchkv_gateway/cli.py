@@ -20,7 +20,7 @@ from batchkv_gateway.keys.sessions import Sessions
 from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.page.opening import open_page
 from batchkv_gateway.settings import GatewaySettings, is_loopback
-from batchkv_producer.cli.shared import Session, say, session, url_option
+from batchkv_producer.cli.shared import Session, redis_url_option, say, session
 from batchkv_producer.errors import UsageError
 from batchkv_producer.settings_table import GATEWAY_BY_NAME
 
@@ -48,7 +48,7 @@ def gateway_options(command: Callable[..., R]) -> Callable[..., R]:
 @click.command()
 @gateway_options
 @click.option("--open", "is_opening", is_flag=True, help="Open the page in this machine's browser.")
-@url_option
+@redis_url_option
 def serve_command(flags: dict[str, str | None], is_opening: bool, url: str | None) -> None:
     """Serve a page and OpenAI's API over HTTP.
 

@@ -82,7 +82,8 @@ class UploadForm:
             name: bytes(value).decode("utf-8", "replace") for name, value in self._fields.items()
         }
         if fields.get("purpose") != INPUT:
-            raise invalid(f"purpose must be {INPUT}, got {fields.get('purpose')!r}", "purpose")
+            got = f", got {fields['purpose'][:80]!r}" if "purpose" in fields else ""
+            raise invalid(f"purpose must be {INPUT}{got}", "purpose")
         return self.incoming, Upload(self._filename, _expiry(fields))
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5
 NO_PATH = (
-    "there is no such path: /v1/files, /v1/batches, /v1/chat/completions, /v1/completions and "
-    "/v1/models are here"
+    "there is no such path. There are /v1/files, /v1/batches, /v1/chat/completions, "
+    "/v1/completions and /v1/models"
 )
 
 # The first part of a path that OpenAI has, and the sentence for it.

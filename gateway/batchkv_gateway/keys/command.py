@@ -6,7 +6,7 @@ import click
 
 from batchkv_gateway.keys.store import ApiKey, KeyStore
 from batchkv_gateway.settings import size_of
-from batchkv_producer.cli.shared import json_option, print_json, say, session, url_option
+from batchkv_producer.cli.shared import json_option, print_json, redis_url_option, say, session
 from batchkv_producer.errors import UsageError
 from batchkv_producer.wire.batch_options import moment_text
 
@@ -37,7 +37,7 @@ def keys_command() -> None:
 @click.option("--private", is_flag=True, help="Its rows share no prefix with those of other keys.")
 @click.option("--max-rows", type=click.IntRange(1, 10**9), help="Rows that may be open at once.")
 @click.option("--max-bytes", metavar="SIZE", help="Files that it may keep, like 2GB.")
-@url_option
+@redis_url_option
 def add(
     name: str,
     admin: bool,
@@ -95,7 +95,7 @@ def _terms(key: ApiKey) -> list[str]:
 
 
 @keys_command.command(name="list")
-@url_option
+@redis_url_option
 @json_option
 def list_keys(url: str | None, as_json: bool) -> None:
     """List the keys by name, without their secrets."""
@@ -114,7 +114,7 @@ def list_keys(url: str | None, as_json: bool) -> None:
 
 @keys_command.command()
 @click.argument("name")
-@url_option
+@redis_url_option
 def remove(name: str, url: str | None) -> None:
     """Remove a key. Requests with it are refused from now on.
 

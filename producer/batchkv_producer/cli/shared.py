@@ -41,14 +41,19 @@ trace_option = click.option(
     envvar=BY_NAME["trace"].variable,
     help="Write where the worker's time goes, for Perfetto. A second worker writes FILE-2, etc.",
 )
+_REDIS_URL = (
+    "The Redis to use: redis://, rediss:// or unix://. Put a URL with a password into "
+    "BATCHKV_REDIS_URL, or into the file that BATCHKV_REDIS_URL_FILE names: other users can see "
+    "command lines. "
+)
+_NO_URL = " [default: the embedded server]"
 url_option = click.option(
     "--url",
     metavar="URL",
-    help="The Redis to use: redis://, rediss:// or unix://. Put a URL with a password into "
-    "BATCHKV_REDIS_URL, or into the file that BATCHKV_REDIS_URL_FILE names: other users can see "
-    "command lines. The http:// URL of a gateway will do for most commands about batches.  "
-    "[default: the embedded server]",
+    help=f"{_REDIS_URL}The http:// URL of a gateway will do for most commands about batches. "
+    f"{_NO_URL}",
 )
+redis_url_option = click.option("--url", metavar="URL", help=f"{_REDIS_URL}{_NO_URL}")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
