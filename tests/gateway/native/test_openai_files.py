@@ -282,6 +282,7 @@ def test_its_results_are_read_from_its_files(
 
 def test_commands_know_an_ended_batch(
     gateway: Gateway,
+    redis_url: str,
     http: HttpClient,
     ended: Batch,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,6 +290,7 @@ def test_commands_know_an_ended_batch(
 ) -> None:
     """``status``, ``results``, ``failed``, ``list`` and ``wait`` of the README's examples."""
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BATCHKV_REDIS_URL", redis_url)
     url = ("--url", gateway.url.removesuffix("/v1"))
 
     def said(*words: str) -> Any:
