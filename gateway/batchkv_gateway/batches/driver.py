@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
@@ -82,6 +83,7 @@ class Driver:
         self._due: dict[str, float] = {}  # when a batch is looked at in full again
         self._num_open, self._turns = 0, Turns(LOOKS_PER_TICK)
         self._next_sweep = self._next_look = 0.0
+        self._silent = set[Path]()  # files of workers that were silent at the last look
         self._thread = threading.Thread(target=self._loop, name="driver", daemon=True)
 
     def start(self) -> None:
@@ -149,10 +151,12 @@ class Driver:
     def _look_for_deaths(self) -> None:
         """Take back what dead workers of this machine hold. Else calls would wait for them."""
         try:
-            reclaim_dead_of_home(self._connection)
-        except (NoPermissionError, BatchkvError, OSError) as fault:
+            reclaim_dead_of_home(self._connection, self._silent)
+        except NoPermissionError as fault:
             log.debug("workers of this machine that died are not looked for: %s", fault)
             self._next_look = math.inf
+        except OSError as fault:
+            log.debug("the files of workers cannot be read: %s", fault)
 
     def _ended(self, ids: Sequence[str]) -> list[str]:
         """Those of these batches whose rows have all ended, or are overdue."""

@@ -202,16 +202,17 @@ def reclaim_dead(
     return num
 
 
-def reclaim_dead_of_home(connection: Redis) -> None:
+def reclaim_dead_of_home(connection: Redis, silent: set[Path] | None = None) -> None:
     """Reclaim the jobs and the names of dead workers of this machine. Raises RedisError.
 
-    For a process without a ``Presence``. Without a home folder it does nothing.
+    For a process without a ``Presence``. Without a home folder it does nothing. ``silent``: as of
+    ``reclaim_dead``, for who looks again and again.
     """
     try:
         home = home_from_environment()
     except (OSError, BatchkvError):
         return
-    if num := reclaim_dead(connection, home):
+    if num := reclaim_dead(connection, home, silent):
         log.warning(RECLAIMED, num)
 
 
