@@ -138,8 +138,6 @@ def judge_queue(facts: QueueFacts) -> Verdict:
     """It answers, keeps what it is given, and has room."""
     if facts.fault:
         sentence, _, todo = facts.fault.partition(": ")
-        if "is a gateway" in facts.fault:
-            return fail(facts.fault, "give the Redis URL, or leave --url out")
         return fail(
             sentence if todo else facts.fault, todo or "look at address, password and server"
         )

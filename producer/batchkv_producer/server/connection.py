@@ -80,7 +80,7 @@ def refuse_gateway(url: str | None) -> None:
     if url is not None and is_gateway(url):
         raise UsageError(
             f"this needs the Redis URL, and {masked(url)} is a gateway, which serves {BY_GATEWAY} "
-            "alone"
+            "alone: give the Redis URL, or leave it out for the server of this machine"
         )
 
 
