@@ -118,9 +118,9 @@ def tokens_per_second(client: BatchClient, batch: BatchStatus) -> float | None:
     """Generated tokens a second of the time in which rows were under way, as a report has it.
 
     If pauses count, it is from the first row's start to the last row's end (or to now). None if no
-    token was generated yet.
+    token was generated yet, or if the times of rows are not known: files do not have them.
     """
-    if not batch.completion_tokens:
+    if not (batch.completion_tokens and batch.busy_ms):
         return None
     if not counts_pauses(batch):
         counting = Counting(batch.created, time.time())

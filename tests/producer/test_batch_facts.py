@@ -36,6 +36,7 @@ def speed_of(ends: Ends, batch: BatchStatus) -> float | None:
 def batch_of(**more: Any) -> BatchStatus:
     values: dict[str, Any] = dict.fromkeys(BatchStatus.__dataclass_fields__, 0)
     values |= {"total": 3, "ok": 3, "is_submitted": True, "completion_tokens": 1800}
+    values |= {"busy_ms": 14_000}
     return BatchStatus(**{**values, **more})
 
 
@@ -54,6 +55,11 @@ def test_a_pause_before_a_retry_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
     assert counts_pauses(batch)
     # The retried row keeps its place in the order, with the time of its second result.
     assert speed_of([(1000, 50), *busy], batch) == pytest.approx(1800 / (1000 - 100))
+
+
+def test_there_is_no_speed_without_times() -> None:
+    """Rows of files say in which second they ended, and nothing more."""
+    assert speed_of([(105, 0), (110, 0)], batch_of(busy_ms=0)) is None
 
 
 def test_a_batch_that_runs_has_the_speed_of_its_ended_rows() -> None:

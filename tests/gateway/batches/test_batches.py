@@ -256,8 +256,9 @@ def test_wrong_requests_are_refused(client: OpenAI) -> None:
         assert caught.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError):
         client.batches.create(**right, extra_body={"unknown": 1})
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as missing:
         client.batches.create(**{**right, "input_file_id": "file-" + "0" * 32})
+    assert missing.value.param == "input_file_id"
     for call in (client.batches.retrieve, client.batches.cancel):
         with pytest.raises(openai.NotFoundError):
             call("batch_" + "0" * 32)

@@ -298,6 +298,7 @@ def test_commands_know_an_ended_batch(
 
     status = said("status", ended.id)
     assert status.exit_code == 0 and "4 = 2 ok + 2 failed + 0 canceled" in status.stdout
+    assert "tok/s" not in status.stdout, "files have no times"
     assert said("wait", ended.id).stdout.startswith("4 = 2 ok + 2 failed + 0 canceled")
     results = said("results", ended.id)
     names = [json.loads(line)["custom_id"] for line in results.stdout.splitlines()]

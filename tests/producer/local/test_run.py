@@ -741,6 +741,15 @@ def test_only_an_end_that_may_be_a_rows_doing_is_a_death(
         reclaimed.clear()
 
 
+def test_a_run_that_goes_on_says_which_tokens_are_its_own() -> None:
+    """Its time is its own, too."""
+    whole = status(total=2, ok=2, completion_tokens=3000)
+    report = RunReport(whole, Path("o"), 1500, 30.0, 0, 0)
+    said = "3,000 generated, 1,500 of them now in 30s: 50 tok/s, the start included"
+    assert report.summary().endswith(said)
+    assert "now" not in RunReport(whole, Path("o"), 3000, 30.0, 0, 0).summary()
+
+
 def status(**values: object) -> BatchStatus:
     names = BatchStatus.__dataclass_fields__
     base: dict[str, object] = dict.fromkeys(names, 0)
