@@ -32,8 +32,9 @@ import mlx.core as mx
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.kernels.compiled_launch import launch_for
 from batchkv_worker.kv.kernels.decode import DecodeKernels
-from batchkv_worker.kv.kernels.launch import Launch, cuda_launch, metal_launch
+from batchkv_worker.kv.kernels.launch import Launch, metal_launch
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.schemes.packing import LayerShape, fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
@@ -150,6 +151,11 @@ def measure(
     return found
 
 
+def launch_of(kind: str) -> Launch:
+    """As the engine has it."""
+    return metal_launch if kind == "metal" else launch_for(None)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Decode attention of one layer, chained.")
     parser.add_argument("--quick", action="store_true", help="512 columns and 4 layers")
@@ -160,7 +166,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     kind = device.kind()
-    launches: dict[str, Launch] = {"metal": metal_launch, "cuda": cuda_launch}
     if kind == "cpu" and not given.emulate:
         print("the kernels need a GPU: --emulate tries the program on a CPU")
         return 0
@@ -169,7 +174,7 @@ def main(arguments: list[str]) -> int:
         rows, layers, lengths = min(rows, 2 if given.emulate else 32), min(layers, 4), COLUMNS[:1]
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        launch = CppLaunch(Path(folder)) if given.emulate else launches[kind]
+        launch = CppLaunch(Path(folder)) if given.emulate else launch_of(kind)
         for columns in lengths:
             floats = 0.0
             for name in SCHEMES:

@@ -34,7 +34,6 @@ static inline float ceil(float number) { return ceilf(number); }
 #define BARRIER wait_for_group()
 #define DEVICE_BARRIER wait_for_group()
 #define SHUFFLE_XOR(number, other) shuffled(number, other)
-#define SHUFFLE(number, lane) shuffled_from(number, lane)
 #define ANY(flag) is_any(flag)
 #define LOCAL
 #define SIMD_BARRIER shuffled(0.0f, 0)
@@ -190,17 +189,6 @@ static float shuffled(float number, int other) {
   return shown[own % 2][partner];
 }
 
-// The number of another lane; all threads of a simdgroup come here.
-static float shuffled_from(float number, int lane) {
-  const int own = num_shuffles[thread] + 1;
-  const int from = thread / 32 * 32 + lane;
-  shuffled(number, 0);
-  if (from >= num_threads || num_shuffles[from] < own || shown_other[own % 2][from] != 0) {
-    _longjmp(failure, MISSED_SHUFFLE);
-  }
-  return shown[own % 2][from];
-}
-
 static bool is_any(bool flag) {
   bool any = false;
   const float own = flag ? 1.0f : 0.0f;
@@ -251,7 +239,7 @@ static void wait_for_copies(int rest) {
 #define PERMUTE(one, other, places) permuted(one, other, places)
 #define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
 
-#define NIBBLES(word, mask) (((word) & (mask)) | 0x64006400u)
+#define TRANSPOSED(pair) transposed(pair)
 
 static inline uint32_t permuted(uint32_t one, uint32_t other, uint32_t places) {
   const uint64_t bytes = uint64_t(other) << 32 | one;
@@ -291,6 +279,18 @@ static void multiply(FIRST first, SECOND second, const float (&start)[4], float 
                           : float(FROM_BITS(half, low)) * float(FROM_BITS(half, high));
     }
   }
+}
+
+// Of 8 by 8 numbers of 2 bytes: row lane / 4 and columns 2 * (lane % 4) and the next are a thread's.
+static uint32_t transposed(uint32_t pair) {
+  const int own = (num_shuffles[thread] + 1) % 2;
+  factors[own][thread][0] = pair;
+  shuffled(0.0f, 0);
+  const int row = thread % 32 / 4, column = thread % 4 * 2;
+  const int from = thread / 32 * 32 + row / 2;
+  const uint32_t low = factors[own][from + 4 * column][0] >> (16 * (row % 2));
+  const uint32_t high = factors[own][from + 4 * (column + 1)][0] >> (16 * (row % 2));
+  return (low & 0xFFFF) | high << 16;
 }
 
 static void run_thread() {

@@ -1,4 +1,4 @@
-"""The facts of a machine on which measurements depend: device, system, MLX and its variables."""
+"""The facts on which measurements depend: device, system, MLX, its variables, and our kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.compare import rounds_float32
+from batchkv_worker.kv.kernels.body import sources_digest
 
 # Each of these variables changes how fast MLX is, or how exact.
 _VARIABLES = ("MLX_", "AGX_", "OPENBLAS_", "OMP_", "CUDA_VISIBLE_DEVICES")
@@ -36,6 +38,8 @@ def machine_facts(blas: str) -> dict[str, Any]:
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
+        # An answer that was checked is one of the kernels that gave it. CPUs use none.
+        **({} if device.kind() == "cpu" else {"kernels": sources_digest()}),
     }
 
 

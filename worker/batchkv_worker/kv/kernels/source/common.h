@@ -1,8 +1,8 @@
 // What all bodies share. A dialect defines FN, FN_APART, GLOBAL, LOCAL, LOCAL_ARRAY, UNROLL, UNROLL_4,
 // BARRIER, SHUFFLE_XOR, READ, READ_AS, KEEP, MASKED, EXP2, LOG2, ROOT, SINE_COSINE, AS_FLOAT, AS_UINT,
 // FROM_BITS, TO_BITS, LOWER, UPPER, GIVEN_BACK, READS_WIDE, IS_ALIGNED and ADD_ONE before this. One
-// with products of matrices also defines SHUFFLE, ANY, SIMD_BARRIER, COPY_WORDS, END_COPIES,
-// WAIT_FOR_COPIES, PERMUTE, PAIR, NIBBLES and multiply().
+// with products of matrices also defines ANY, SIMD_BARRIER, COPY_WORDS, END_COPIES, WAIT_FOR_COPIES,
+// PERMUTE, PAIR, TRANSPOSED and multiply().
 
 // Forms of a tensor, as layout.Form has them.
 #define FLOAT_FORM 0

@@ -8,7 +8,6 @@
 #define BARRIER __syncthreads()
 #define DEVICE_BARRIER __syncthreads()
 #define SHUFFLE_XOR(number, other) __shfl_xor_sync(0xffffffffu, number, other)
-#define SHUFFLE(number, lane) __shfl_sync(0xffffffffu, number, lane)
 #define ANY(flag) __any_sync(0xffffffffu, flag)
 #define LOCAL
 #define SIMD_BARRIER __syncwarp()
@@ -118,7 +117,14 @@ FN uint32_t masked(uint32_t word, uint32_t mask, uint32_t rest) {
 // `sum` is `start` and a product of matrices of 16 by 16 and 16 by 8 numbers; see matrix_splits.h.
 #define PERMUTE(one, other, places) __byte_perm(one, other, places)
 #define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
-#define NIBBLES(word, mask) masked(word, mask, 0x64006400u)
+#define TRANSPOSED(pair) transposed(pair)
+
+// Of 8 by 8 numbers of 2 bytes, two of a row in each thread.
+FN uint32_t transposed(uint32_t pair) {
+  uint32_t found;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
+  return found;
+}
 
 template <int IS_BFLOAT>
 FN uint32_t pair_of_floats(float low, float high) {

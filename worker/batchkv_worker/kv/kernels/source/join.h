@@ -54,3 +54,6 @@ if (number == 0) {
 out[(int64_t(row) * num_heads + query_head) * VALUE_SIZE + number] = result;
 #endif
 }
+#ifdef OWN_START
+}
+#endif

@@ -4,9 +4,10 @@
 // plus 8; of the product columns 2 * place and 2 * place + 1 of the first factor's rows.
 // The order of the summed numbers is free: it follows from how records are loaded.
 //
-// Query heads are rows of first factors, columns of the records are those of second ones. So the
-// scores lie as weights must lie, as second factors of the values, whose numbers are rows. Each group
-// has products of its own, for its scale.
+// Columns of the records are rows of first factors, query heads are columns of second ones. So a
+// thread has the scores of two columns, for two query heads of each tile. Weights are transposed, as
+// second factors of the values, whose numbers are rows: then it has totals of the same query heads.
+// Each group has products of its own, for its scale.
 //
 // A simdgroup attends to 16 columns at a time, of SIMDS times 16. Their records are copied to memory
 // of its own, which has room for STAGES times 16: so copies are under way at all times, and take no
@@ -26,6 +27,8 @@ constexpr int VALUE_RUN = VALUE_GROUP / 8;
 constexpr int VALUE_WORDS = (VALUE_RUN * VALUE_BITS + 31) / 32;
 constexpr int VALUE_STEPS = VALUE_GROUP / 16;
 constexpr int VALUE_TURN = turn_of(VALUE_RUN, VALUE_BITS, VALUE_WIDE);
+constexpr float KEY_UNIT = IS_CODED(KEY_FORM) ? CODE_UNIT : 1.0f;
+constexpr float VALUE_UNIT = IS_CODED(VALUE_FORM) ? CODE_UNIT : 1.0f;
 constexpr float NO_SCORE = -1e30f;
 constexpr float MOST_SCALED = 4096.0f;
 constexpr float LEAST_SCALE = 1e-18f;
@@ -76,64 +79,66 @@ UNROLL for (int stage = 0; stage < STAGES - 1; stage++) {
   COPY_RECORDS(base + stage * TURN, stage)
 }
 
-Words<4> query[KEY_GROUPS][KEY_STEPS];
-float query_sum[KEY_GROUPS][4];
-float query_offset[KEY_GROUPS][4];  // without what the codes' offset adds to products
-const Words<2> offsets = {PAIR(0, -CODED_OFFSET, -CODED_OFFSET), PAIR(0, -CODED_OFFSET, -CODED_OFFSET)};
-const Words<2> units = {PAIR(0, times_of<KEY_BITS>(0), times_of<KEY_BITS>(0)),
-                        PAIR(0, times_of<KEY_BITS>(1), times_of<KEY_BITS>(1))};
-UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
-  UNROLL for (int i = 0; i < 4; i++) {
-    query_sum[group][i] = 0.0f;
-    query_offset[group][i] = 0.0f;
-  }
-  UNROLL for (int k = 0; k < KEY_STEPS; k++) {
+Words<2> query[TILES][KEY_GROUPS][KEY_STEPS];
+float query_sum[TILES][KEY_GROUPS][4];
+Words<4> units;
+UNROLL for (int i = 0; i < 4; i++) {
+  units.at[i] = PAIR(0, times_of<KEY_BITS>(i / 2), times_of<KEY_BITS>(i / 2));
+}
+UNROLL for (int tile = 0; tile < TILES; tile++) {
+  UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
     UNROLL for (int i = 0; i < 4; i++) {
-      const int line = i % 2 * 8 + of;
-      const int pair = 2 * k + i / 2;
-      uint32_t both = 0;
-      if (i % 2 < TILES && line < LINES) {
-        const GLOBAL T* own = queries + row * int64_t(queries_strides[0]) +
-            (head * LINES + line) * int64_t(queries_strides[1]) + group * KEY_GROUP;
-        const float unit = 1.0f / times_of<KEY_BITS>(pair);
-        const float low = own[number_in_group<KEY_TURN, 4>(place, first_of<KEY_BITS>(pair))];
-        const float high = own[number_in_group<KEY_TURN, 4>(place, second_of<KEY_BITS>(pair))];
-        both = PAIR(KEY_BFLOAT, low * unit, high * unit);
+      query_sum[tile][group][i] = 0.0f;
+    }
+    const int line = 8 * tile + of;
+    UNROLL for (int k = 0; k < KEY_STEPS; k++) {
+      UNROLL for (int i = 0; i < 2; i++) {
+        const int pair = 2 * k + i;
+        uint32_t both = 0;
+        if (line < LINES) {
+          const GLOBAL T* own = queries + row * int64_t(queries_strides[0]) +
+              (head * LINES + line) * int64_t(queries_strides[1]) + group * KEY_GROUP;
+          const float unit = 1.0f / times_of<KEY_BITS>(pair);
+          const float low = own[number_in_group<KEY_TURN, 4>(place, first_of<KEY_BITS>(pair))];
+          const float high = own[number_in_group<KEY_TURN, 4>(place, second_of<KEY_BITS>(pair))];
+          both = PAIR(KEY_BFLOAT, low * unit, high * unit);
+        }
+        query[tile][group][k].at[i] = both;
       }
-      query[group][k].at[i] = both;
+      if (IS_CODED(KEY_FORM)) {
+        multiply<0>(
+            units, query[tile][group][k], query_sum[tile][group], query_sum[tile][group]);
+      }
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+      query_sum[tile][group][i] *= KEY_UNIT;
     }
   }
-  UNROLL for (int k = 0; k < (IS_CODED(KEY_FORM) ? KEY_STEPS : 0); k++) {
-    multiply<0>(query[group][k], offsets, query_offset[group], query_offset[group]);
-    multiply<0>(query[group][k], units, query_sum[group], query_sum[group]);
-  }
 }
-const float factor = scale[0] * LOG2E;
+// Scores are KEY_UNIT times as large as they are.
+const float factor = scale[0] * LOG2E * (1.0f / KEY_UNIT);
 
 // A weight is 2 ^ (score - zero), with a zero for each query head: so that weights times scales are
 // numbers of 2 bytes. It is changed when one of them is too large.
-float zero[TILES];
-float sum[TILES];
+float zero[TILES][2];
+float sum[TILES][2];
 float total[TILES][VALUE_GROUPS][VALUE_STEPS][4];
-float offset_total[TILES][VALUE_GROUPS][4];
-float bias_total[TILES][VALUE_GROUPS];
-Words<4> ones;
-UNROLL for (int i = 0; i < 4; i++) {
-  ones.at[i] = PAIR(VALUE_BFLOAT, 1.0f, 1.0f);
-}
+float bias_total[TILES][VALUE_GROUPS][2];
 UNROLL for (int tile = 0; tile < TILES; tile++) {
-  zero[tile] = LOWEST;
-  sum[tile] = 0.0f;
+  UNROLL for (int i = 0; i < 2; i++) {
+    zero[tile][i] = LOWEST;
+    sum[tile][i] = 0.0f;
+  }
   UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-    bias_total[tile][group] = 0.0f;
     UNROLL for (int i = 0; i < 4; i++) {
-      offset_total[tile][group][i] = 0.0f;
+      bias_total[tile][group][i % 2] = 0.0f;
       UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
         total[tile][group][k][i] = 0.0f;
       }
     }
   }
 }
+float none[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #define COLUMN(i) (2 * place + i % 2 + i / 2 * 8)
 for (int stage = 0; base < count; base += TURN) {
   WAIT_FOR_COPIES(STAGES - 2);
@@ -143,40 +148,45 @@ for (int stage = 0; base < count; base += TURN) {
   const LOCAL uint32_t* own = region + stage * 16 * WORDS;
   stage = stage == STAGES - 1 ? 0 : stage + 1;
   float score[TILES][4];
-  UNROLL for (int i = 0; i < 4; i++) {
-    UNROLL for (int tile = 0; tile < TILES; tile++) {
+  UNROLL for (int tile = 0; tile < TILES; tile++) {
+    UNROLL for (int i = 0; i < 4; i++) {
       score[tile][i] = 0.0f;
     }
   }
-  Words<KEY_SCALE_WORDS> key_scales[4];
-  Words<VALUE_SCALE_WORDS> value_scales[4];
-  UNROLL for (int i = 0; i < 4; i++) {
-    key_scales[i] = load_scales<KEY_FORM, KEY_SCALE_WORDS, KEY_SCALE_WIDE>(
-        own + COLUMN(i) * WORDS + KEY_SCALES);
-    value_scales[i] = load_scales<VALUE_FORM, VALUE_SCALE_WORDS, VALUE_SCALE_WIDE>(
-        own + COLUMN(i) * WORDS + VALUE_SCALES);
-  }
+  Words<KEY_SCALE_WORDS> key_scales[2];
+  Words<VALUE_SCALE_WORDS> value_scales[2];
   UNROLL for (int half = 0; half < 2; half++) {
-    const LOCAL uint32_t* codes =
-        own + (8 * half + of) * WORDS + place * KEY_TURN * KEY_BITS / 32;
-    UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
-      const Words<KEY_WORDS> keys = load_turns<KEY_RUN, KEY_TURN, 4, KEY_BITS, KEY_WIDE>(
-          codes + group * KEY_GROUP * KEY_BITS / 32, place * KEY_TURN * KEY_BITS % 32);
-      float product[4];
-      UNROLL for (int k = 0; k < KEY_STEPS; k++) {
-        Words<2> pairs;
-        UNROLL for (int i = 0; i < 2; i++) {
-          pairs.at[i] = pair_of<KEY_BITS>(keys, 2 * k + i);
-        }
-        multiply<KEY_BFLOAT>(query[group][k], pairs, k == 0 ? query_offset[group] : product, product);
+    const LOCAL uint32_t* record = own + (8 * half + of) * WORDS;
+    key_scales[half] =
+        load_scales<KEY_FORM, KEY_SCALE_WORDS, KEY_SCALE_WIDE>(record + KEY_SCALES);
+    value_scales[half] =
+        load_scales<VALUE_FORM, VALUE_SCALE_WORDS, VALUE_SCALE_WIDE>(record + VALUE_SCALES);
+  }
+  UNROLL for (int group = 0; group < KEY_GROUPS; group++) {
+    Words<KEY_WORDS> keys[2];
+    UNROLL for (int half = 0; half < 2; half++) {
+      keys[half] = load_turns<KEY_RUN, KEY_TURN, 4, KEY_BITS, KEY_WIDE>(
+          own + (8 * half + of) * WORDS + place * KEY_TURN * KEY_BITS / 32 +
+              group * KEY_GROUP * KEY_BITS / 32,
+          place * KEY_TURN * KEY_BITS % 32);
+    }
+    float product[TILES][4];
+    UNROLL for (int k = 0; k < KEY_STEPS; k++) {
+      Words<4> pairs;
+      UNROLL for (int i = 0; i < 4; i++) {
+        pairs.at[i] = pair_of<KEY_BITS>(keys[i % 2], 2 * k + i / 2);
       }
-      UNROLL for (int i = 0; i < 2; i++) {
-        const Scale one = scale_from<T, KEY_FORM, KEY_BITS>(key_scales[2 * half + i], group);
-        UNROLL for (int tile = 0; tile < TILES; tile++) {
-          score[tile][2 * half + i] += one.scale * product[2 * tile + i];
-          if (IS_CODED(KEY_FORM)) {
-            score[tile][2 * half + i] += one.bias * query_sum[group][2 * tile];
-          }
+      UNROLL for (int tile = 0; tile < TILES; tile++) {
+        multiply<KEY_BFLOAT>(
+            pairs, query[tile][group][k], k == 0 ? none : product[tile], product[tile]);
+      }
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+      const Scale one = scale_from<T, KEY_FORM, KEY_BITS>(key_scales[i / 2], group);
+      UNROLL for (int tile = 0; tile < TILES; tile++) {
+        score[tile][i] += one.scale * product[tile][i];
+        if (IS_CODED(KEY_FORM)) {
+          score[tile][i] += one.bias * query_sum[tile][group][i % 2];
         }
       }
     }
@@ -184,48 +194,48 @@ for (int stage = 0; base < count; base += TURN) {
   if (base + 16 > count) {
     UNROLL for (int i = 0; i < 4; i++) {
       UNROLL for (int tile = 0; tile < TILES; tile++) {
-        score[tile][i] = base + COLUMN(i) < count ? score[tile][i] : NO_SCORE;
+        score[tile][i] = base + of + i / 2 * 8 < count ? score[tile][i] : NO_SCORE;
       }
     }
   }
   float weight[TILES][4];
   float scaled[TILES][VALUE_GROUPS][4];
   bool is_large = false;
-#define WEIGH                                                                       \
-  UNROLL for (int i = 0; i < 4; i++) {                                              \
-    UNROLL for (int tile = 0; tile < TILES; tile++) {                               \
-      weight[tile][i] = EXP2(factor * score[tile][i] - zero[tile]);                 \
-      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {                   \
-        scaled[tile][group][i] = weight[tile][i] *                                  \
-            scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i], group).scale;    \
-        is_large = is_large || abs(scaled[tile][group][i]) > MOST_SCALED;           \
-      }                                                                             \
-    }                                                                               \
+#define WEIGH                                                                        \
+  UNROLL for (int i = 0; i < 4; i++) {                                               \
+    UNROLL for (int tile = 0; tile < TILES; tile++) {                                \
+      weight[tile][i] = EXP2(factor * score[tile][i] - zero[tile][i % 2]);           \
+      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {                    \
+        scaled[tile][group][i] = weight[tile][i] *                                   \
+            scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i / 2], group).scale; \
+        is_large = is_large | !(abs(scaled[tile][group][i]) <= MOST_SCALED);         \
+      }                                                                              \
+    }                                                                                \
   }
   WEIGH
   if (ANY(is_large)) {
     UNROLL for (int tile = 0; tile < TILES; tile++) {
-      float new_zero = zero[tile];
-      UNROLL for (int i = 0; i < 4; i++) {
-        float most = LEAST_SCALE;
-        UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-          most = max(most, abs(scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i], group).scale));
+      UNROLL for (int i = 0; i < 2; i++) {
+        float new_zero = zero[tile][i];
+        UNROLL for (int half = 0; half < 2; half++) {
+          float most = LEAST_SCALE;
+          UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+            most = max(
+                most, abs(scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[half], group).scale));
+          }
+          new_zero = max(new_zero, factor * score[tile][2 * half + i] + LOG2(most));
         }
-        new_zero = max(new_zero, factor * score[tile][i] + LOG2(most));
-      }
-      UNROLL for (int other = 1; other < 4; other *= 2) {
-        new_zero = max(new_zero, SHUFFLE_XOR(new_zero, other));
-      }
-      const float less = EXP2(zero[tile] - new_zero);
-      const float of_lines[2] = {SHUFFLE(less, 8 * place), SHUFFLE(less, 8 * place + 4)};
-      zero[tile] = new_zero;
-      sum[tile] *= less;
-      UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-        bias_total[tile][group] *= less;
-        UNROLL for (int i = 0; i < 4; i++) {
-          offset_total[tile][group][i] *= of_lines[i % 2];
+        UNROLL for (int other = 4; other < 32; other *= 2) {
+          new_zero = max(new_zero, SHUFFLE_XOR(new_zero, other));
+        }
+        const float less = EXP2(zero[tile][i] - new_zero);
+        zero[tile][i] = new_zero;
+        sum[tile][i] *= less;
+        UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+          bias_total[tile][group][i] *= less;
           UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
-            total[tile][group][k][i] *= of_lines[i % 2];
+            total[tile][group][k][i] *= less;
+            total[tile][group][k][i + 2] *= less;
           }
         }
       }
@@ -234,11 +244,11 @@ for (int stage = 0; base < count; base += TURN) {
   }
   UNROLL for (int tile = 0; tile < TILES; tile++) {
     UNROLL for (int i = 0; i < 4; i++) {
-      sum[tile] += weight[tile][i];
+      sum[tile][i % 2] += weight[tile][i];
       UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
         if (IS_CODED(VALUE_FORM)) {
-          bias_total[tile][group] += weight[tile][i] *
-              scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i], group).bias;
+          bias_total[tile][group][i % 2] += weight[tile][i] *
+              scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i / 2], group).bias;
         }
       }
     }
@@ -254,12 +264,8 @@ for (int stage = 0; base < count; base += TURN) {
     Words<2> weights[TILES];
     UNROLL for (int tile = 0; tile < TILES; tile++) {
       UNROLL for (int i = 0; i < 2; i++) {
-        weights[tile].at[i] =
-            PAIR(VALUE_BFLOAT, scaled[tile][group][2 * i], scaled[tile][group][2 * i + 1]);
-      }
-      if (IS_CODED(VALUE_FORM)) {
-        multiply<VALUE_BFLOAT>(
-            ones, weights[tile], offset_total[tile][group], offset_total[tile][group]);
+        weights[tile].at[i] = TRANSPOSED(
+            PAIR(VALUE_BFLOAT, scaled[tile][group][2 * i], scaled[tile][group][2 * i + 1]));
       }
     }
     UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
@@ -276,59 +282,61 @@ for (int stage = 0; base < count; base += TURN) {
   }
 }
 SIMD_BARRIER;
-UNROLL for (int tile = 0; tile < TILES; tile++) {
-  const int own_line = 8 * tile + of;
-  const bool is_one = place == 0 && own_line < LINES;
-  sum[tile] += SHUFFLE_XOR(sum[tile], 1);
-  sum[tile] += SHUFFLE_XOR(sum[tile], 2);
-  if (is_one) {
-    OUTPUT(part, ENDS + 2 * own_line) = zero[tile];
-    OUTPUT(part, ENDS + 2 * own_line + 1) = sum[tile];
+const auto added_up = [](float number) {
+  UNROLL for (int other = 4; other < 32; other *= 2) {
+    number += SHUFFLE_XOR(number, other);
   }
-  UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
-    UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
-      UNROLL for (int i = 0; i < 4; i++) {
-        const int line = 8 * tile + 2 * place + i % 2;
-        const int own = 2 * k + i / 2;
-        const int number = group * VALUE_GROUP + number_in_group<VALUE_TURN, 8>(of, own);
-        if (line < LINES) {
-          OUTPUT(part, line * VALUE_SIZE + number) =
-              (total[tile][group][k][i] - CODED_OFFSET * offset_total[tile][group][i]) *
-              (1.0f / times_across<VALUE_BITS>(own));
+  return number;
+};
+UNROLL for (int tile = 0; tile < TILES; tile++) {
+  UNROLL for (int i = 0; i < 2; i++) {
+    const int line = 8 * tile + 2 * place + i;
+    const bool is_one = of == 0 && line < LINES;
+    const float all = added_up(sum[tile][i]);
+    if (is_one) {
+      OUTPUT(part, ENDS + 2 * line) = zero[tile][i];
+      OUTPUT(part, ENDS + 2 * line + 1) = all;
+    }
+    UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
+      UNROLL for (int k = 0; k < VALUE_STEPS; k++) {
+        UNROLL for (int half = 0; half < 2; half++) {
+          const int own = 2 * k + half;
+          const int number = group * VALUE_GROUP + number_in_group<VALUE_TURN, 8>(of, own);
+          if (line < LINES) {
+            OUTPUT(part, line * VALUE_SIZE + number) = total[tile][group][k][2 * half + i] *
+                (1.0f / (VALUE_UNIT * times_across<VALUE_BITS>(own)));
+          }
+        }
+      }
+      if (IS_CODED(VALUE_FORM)) {
+        const float bias = added_up(bias_total[tile][group][i]);
+        if (is_one) {
+          OUTPUT(part, BIASES + line * VALUE_GROUPS + group) = bias;
         }
       }
     }
-    if (IS_CODED(VALUE_FORM)) {
-      float bias = bias_total[tile][group];
-      bias += SHUFFLE_XOR(bias, 1);
-      bias += SHUFFLE_XOR(bias, 2);
-      if (is_one) {
-        OUTPUT(part, BIASES + own_line * VALUE_GROUPS + group) = bias;
-      }
-    }
   }
 }
 }
-// The simdgroups, joined in order.
+// The simdgroups, joined in order: each line's weights of them once, not at each number.
 #define ZERO_OF(part) OUTPUT(part, ENDS + 2 * line)
-const auto top_of = [&](int line) {
-  float top = LOWEST;
-  UNROLL for (int part = 0; part < PARTS; part++) {
-    top = max(top, ZERO_OF(part));
+#define OWN_START                                                        \
+  float own_top = LOWEST;                                                \
+  float own_sum = 0.0f;                                                  \
+  float part_weight[PARTS];                                              \
+  if (HAS_COLUMNS) {                                                     \
+    UNROLL for (int part = 0; part < PARTS; part++) {                    \
+      own_top = max(own_top, ZERO_OF(part));                             \
+    }                                                                    \
+    UNROLL for (int part = 0; part < PARTS; part++) {                    \
+      part_weight[part] = EXP2(ZERO_OF(part) - own_top);                 \
+      own_sum += part_weight[part] * OUTPUT(part, ENDS + 2 * line + 1);  \
+    }                                                                    \
   }
-  return top;
-};
-const auto sum_of = [&](int line) {
-  float sum = 0.0f;
-  UNROLL for (int part = 0; part < PARTS; part++) {
-    sum += EXP2(ZERO_OF(part) - top_of(line)) * OUTPUT(part, ENDS + 2 * line + 1);
-  }
-  return sum;
-};
-#define OWN_TOP top_of(line)
-#define OWN_SUM sum_of(line)
+#define OWN_TOP own_top
+#define OWN_SUM own_sum
 #define OWN_PART(part)                                                                        \
-  (EXP2(ZERO_OF(part) - top_of(line)) *                                                       \
+  (part_weight[part] *                                                                        \
    (OUTPUT(part, line * VALUE_SIZE + number) +                                                \
     (IS_CODED(VALUE_FORM) ? OUTPUT(part, BIASES + line * VALUE_GROUPS + number / VALUE_GROUP) \
                           : 0.0f)))

@@ -1,7 +1,7 @@
-// Pairs of numbers as factors of a product of matrices: two halves in a word. Codes are 1024 more
-// than they are, which is what the bits 0x6400 of a half mean; floats are themselves.
+// Pairs of numbers as factors of a product of matrices: two halves in a word. The last ten bits of a
+// half alone are a number of CODE_UNIT each, so a code there needs no more; floats are themselves.
 #define IS_CODED(form) (form != FLOAT_FORM)
-#define CODED_OFFSET 1024.0f
+#define CODE_UNIT 5.9604644775390625e-08f  // 2 ^ -24
 
 template <int BITS, int NUM>
 FN uint32_t code_at(Words<NUM> run, int i) {
@@ -17,7 +17,7 @@ FN uint32_t code_at(Words<NUM> run, int i) {
 // Pairs of codes of 4 bits are 16 times too large where they begin at bit 4 of a half.
 FN uint32_t nibbles_of(uint32_t word, int pair) {
   const uint32_t moved = pair % 4 < 2 ? word : word >> 8;
-  return pair % 2 ? NIBBLES(moved, 0x00F000F0u) : NIBBLES(moved, 0x000F000Fu);
+  return moved & (pair % 2 ? 0x00F000F0u : 0x000F000Fu);
 }
 
 template <int BITS>
@@ -41,11 +41,11 @@ FN uint32_t pair_of(Words<NUM> run, int pair) {
   if constexpr (BITS == 16) {
     return run.at[pair];
   } else if constexpr (BITS == 8) {
-    return PERMUTE(run.at[pair / 2], 0x64646464u, pair % 2 ? 0x4342 : 0x4140);
+    return PERMUTE(run.at[pair / 2], 0u, pair % 2 ? 0x4342 : 0x4140);
   } else if constexpr (BITS == 4) {
     return nibbles_of(run.at[pair / 4], pair);
   } else {
-    return code_at<BITS>(run, 2 * pair) | (code_at<BITS>(run, 2 * pair + 1) << 16) | 0x64006400u;
+    return code_at<BITS>(run, 2 * pair) | (code_at<BITS>(run, 2 * pair + 1) << 16);
   }
 }
 
@@ -61,12 +61,12 @@ FN uint32_t pair_across(Words<NUM> one, Words<NUM> other, int i) {
     return PERMUTE(one.at[i / 2], other.at[i / 2], i % 2 ? 0x7632 : 0x5410);
   } else if constexpr (BITS == 8) {
     const uint32_t both = PERMUTE(one.at[i / 4], other.at[i / 4], i % 4 < 2 ? 0x5140 : 0x7362);
-    return PERMUTE(both, 0x64646464u, i % 2 ? 0x4342 : 0x4140);
+    return PERMUTE(both, 0u, i % 2 ? 0x4342 : 0x4140);
   } else if constexpr (BITS == 4) {
     const uint32_t both = PERMUTE(one.at[i / 8], other.at[i / 8], i % 8 < 4 ? 0x5410 : 0x7632);
     return nibbles_of(both, i);
   } else {
-    return code_at<BITS>(one, i) | (code_at<BITS>(other, i) << 16) | 0x64006400u;
+    return code_at<BITS>(one, i) | (code_at<BITS>(other, i) << 16);
   }
 }
 
