@@ -68,6 +68,25 @@ def test_products_of_matrices_give_the_same(case: Case, folder: Path) -> None:
     Sample.of(case).check(CppLaunch(folder), matrices=True)
 
 
+@pytest.mark.parametrize("matrices", [False, True])
+@pytest.mark.parametrize("length", [40, 1100])
+def test_each_scale_of_scores_has_kernels_of_its_own(
+    length: int, matrices: bool, folder: Path
+) -> None:
+    """The scale is a constant of a kernel, and one layer may be asked with two."""
+    sample = Sample.of(replace(CASES[0], rows=1), (length,))
+    kernels = sample.case.kernels(CppLaunch(folder), matrices=matrices)
+    given = sample.records, sample.bounds, sample.longest
+    for scale in (SCALE, 2 * SCALE, SCALE):
+        found = kernels.attend(sample.queries, *given, scale, sample.sinks, sample.partials)
+        score, alone = kernels.attend_alone(sample.queries, *given, scale)
+        half = replace(sample, queries=sample.queries * (scale / SCALE))
+        compare(found, half.wanted(), (scale, length))
+        wanted = kernels.attend_alone(half.queries, *given, SCALE)
+        compare(score, wanted[0], "log-sum-exps", 1e-5)
+        compare(alone, wanted[1].astype(mx.float32), "alone")
+
+
 def test_layers_without_products_of_matrices(folder: Path) -> None:
     """They are refused in words: small floats, and float32."""
     for case in (replace(CASES[0], dtype=mx.float32), replace(CASES[0], keys="mxfp8")):

@@ -118,7 +118,7 @@ def splits_body(
     return Body(
         _named(f"batchkv_{'matrix_' if matrices else ''}splits", flags),
         ("matrix_splits" if matrices else "splits", "finish", *(["join"] if joined else [])),
-        ("queries", "records", "bounds", "scale", *_joined_inputs(prefixes, sinks)),
+        ("queries", "records", "bounds", *_joined_inputs(prefixes, sinks)),
         ("out",) if joined else ("splits",),
         ("pairs",) if matrices else (),
         _numbers(flags),

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import mlx.core as mx
 
 from batchkv_worker.kv.kernels.body import PACK, Body, merge_body, place_rows_body, splits_body
 from batchkv_worker.kv.kernels.launch import Constant, Input, Launch, Output, Run, View
 from batchkv_worker.kv.kernels.layout import RecordLayout
-from batchkv_worker.kv.kernels.variant import UNIT, Variant
+from batchkv_worker.kv.kernels.variant import UNIT, Variant, float_bits
 from batchkv_worker.kv.types import Parts
 
 _SIMD = 32  # threads
@@ -100,10 +99,11 @@ class DecodeKernels:
             rest.append(sinks.astype(mx.float32))
         outputs = [((rows, heads, 1, size), self.layout.dtype)]
         joined = longest <= self.split
-        key = joined, partials is not None, sinks is not None
-        run = self.runs.get(key) or self._make(key, self._joining(*key))
+        flags = joined, partials is not None, sinks is not None
+        key = *flags, scale
+        run = self.runs.get(key) or self._make(key, self._joining(*flags, scale))
         if joined:
-            inputs = [queries, records, bounds, _scalar(scale), *rest]
+            inputs = [queries, records, bounds, *rest]
             grid = heads // self.variant.lines * self.threads, 1, rows
             (out,) = run(inputs, grid, (self.threads, 1, 1), outputs)
             return out
@@ -138,22 +138,30 @@ class DecodeKernels:
         splits = -(-longest // self.split)
         size = self.layout.values.size + 2  # and the highest score, and the sum of weights
         outputs = [((rows, kv_heads, splits, lines, size), mx.float32)]
-        inputs: list[Input] = [queries, _for_rows(records, rows), bounds, _scalar(scale)]
-        run = self.runs.get("splits")
+        inputs: list[Input] = [queries, _for_rows(records, rows), bounds]
+        run = self.runs.get(("splits", scale))
         if run is None:
-            constants = self.variant.splits_of(matrices=self.matrices)
-            run = self._make("splits", (splits_body(matrices=self.matrices), constants))
+            what = splits_body(matrices=self.matrices), self._splitting(scale)
+            run = self._make(("splits", scale), what)
         grid = kv_heads * self.threads, splits, rows
         (found,) = run(inputs, grid, (self.threads, 1, 1), outputs)
         return found
 
-    def _joining(self, joined: bool, prefixes: bool, sinks: bool) -> tuple[Body, list[Constant]]:
+    def _splitting(self, scale: float) -> list[Constant]:
+        """The scale is a constant: on CUDA, MLX has an array of one number in the host's memory.
+
+        To read it there took an H200 16 to 24 µs a layer.
+        """
+        return [*self.variant.splits_of(matrices=self.matrices), ("SCALE", float_bits(scale))]
+
+    def _joining(
+        self, joined: bool, prefixes: bool, sinks: bool, scale: float
+    ) -> tuple[Body, list[Constant]]:
         """The last kernel of ``attend``; ``joined``, where it is the only one."""
         flags = {"prefixes": prefixes, "sinks": sinks}
         if joined:
-            constants = self.variant.splits_of(matrices=self.matrices)
             body = splits_body(matrices=self.matrices, joined=True, **flags)
-            return body, constants
+            return body, self._splitting(scale)
         return merge_body(**flags, alone=False), self._merge
 
     def _make(self, key: Hashable, what: tuple[Body, list[Constant]]) -> Run:
@@ -200,8 +208,3 @@ def _for_rows(records: mx.array, rows: int) -> Input:
     _, columns, words = sizes
     strides = 0, columns * words, words, 1
     return View(mx.broadcast_to(records, (rows, *sizes)), records, 0, strides)
-
-
-@lru_cache(maxsize=64)
-def _scalar(number: float) -> mx.array:
-    return mx.array([number], mx.float32)

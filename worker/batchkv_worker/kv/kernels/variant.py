@@ -220,6 +220,10 @@ def _step_bits(tensor: TensorLayout) -> int:
     codec = tensor.scheme.codec
     if not isinstance(codec, Turbo):
         return 0
-    step = mx.array(codec.step).astype(tensor.dtype).item()
-    (bits,) = struct.unpack("<i", struct.pack("<f", step))
+    return float_bits(mx.array(codec.step).astype(tensor.dtype).item())
+
+
+def float_bits(number: float) -> int:
+    """The bits of the float32 nearest to it, as a constant that the sources read as a float."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", number))
     return int(bits)

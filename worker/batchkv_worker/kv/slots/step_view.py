@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import mlx.core as mx
 
 from batchkv_worker.kv.attention.records import bounds_of, chain_of
+from batchkv_worker.kv.backends.host_numbers import host_numbers
 from batchkv_worker.kv.slots.growth import round_up
 from batchkv_worker.kv.slots.layout import SlotLayout
 from batchkv_worker.kv.slots.layouts import SlotLayouts
@@ -355,8 +356,7 @@ class StepViews:
             for window, layout in layouts.all.items()
         }
         spans[None] = self._main_span(main, rows, prefixes)
-        offsets = mx.array([layouts.size(slot) for slot in range(rows)], dtype=mx.int32)
-        return StepView(rows, offsets, spans)
+        return StepView(rows, host_numbers([*map(layouts.size, range(rows))]), spans)
 
     def _whole(self, layout: SlotLayout, rows: int) -> ColumnSpan:
         return ColumnSpan(layout, rows, [], self.shapes, is_whole=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends.host_numbers import host_numbers
 from batchkv_worker.kv.slots.pool_view import PoolView
 from batchkv_worker.kv.slots.step_view import ColumnSpan, StepView
 
@@ -52,7 +53,7 @@ def arguments(view: StepView) -> list[mx.array]:
     """What changes from step to step, and the arrays of shared prefixes."""
     found = [view.offsets]
     for span in view.spans.values():
-        found += [span.bounds, mx.array([span.write], mx.int32)]
+        found += [span.bounds, host_numbers([span.write])]
         found += [] if span.pool is None else span.pool.arrays
     return [*found, *_prefix_arrays(view)]
 

@@ -22,6 +22,7 @@ from batchkv_worker.kv.backends.gpu.rotary_layers import (
     frequencies_of,
     turn_of,
 )
+from batchkv_worker.kv.backends.host_numbers import host_numbers
 from batchkv_worker.kv.backends.timing import gain
 from batchkv_worker.kv.kernels.launch import Input, Launch, View
 from batchkv_worker.kv.kernels.rotary import RotaryKernel
@@ -84,7 +85,7 @@ class _Part:
         product = joint_product.product_of(self.linears, whole)
         turn, frequencies = turn_of(self.norms, self.rope), frequencies_of(self.rope)
         weights = self.norms[0].weight, self.norms[1].weight
-        offsets = mx.array([POSITION] * ROWS, mx.int32)
+        offsets = host_numbers([POSITION] * ROWS)
         ends = list(accumulate(map(joint_product.outputs_of, self.linears)))
         step, size = ends[-1], self._size
         mx.eval(frequencies, offsets)

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from batchkv_worker.kv.backends.gpu.fused_linear import FusedGroup
 from batchkv_worker.kv.backends.gpu.rotary_layers import frequencies_of, turn_of
+from batchkv_worker.kv.backends.host_numbers import host_numbers
 from batchkv_worker.kv.kernels.launch import Input, View
 from batchkv_worker.kv.kernels.rotary import MOST_TOKENS, RotaryKernel
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
@@ -117,7 +118,7 @@ def _is_step(x: mx.array, queries: mx.array, keys: mx.array, offset: Any) -> boo
 @lru_cache(maxsize=8)
 def _places(rows: int, position: int) -> mx.array:
     """The position of each row's first token; the same array for all layers of a chunk."""
-    return mx.array([position] * rows, mx.int32)
+    return host_numbers([position] * rows)
 
 
 class HeldNorm(nn.RMSNorm):  # type: ignore[misc]  # MLX has no types

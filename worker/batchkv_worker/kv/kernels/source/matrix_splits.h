@@ -116,7 +116,7 @@ UNROLL for (int tile = 0; tile < TILES; tile++) {
   }
 }
 // Scores are KEY_UNIT times as large as they are.
-const float factor = scale[0] * LOG2E * (1.0f / KEY_UNIT);
+const float factor = AS_FLOAT(SCALE) * LOG2E * (1.0f / KEY_UNIT);
 
 // A weight is 2 ^ (score - zero), with a zero for each query head: so that weights times scales are
 // numbers of 2 bytes. It is changed when one of them is too large.

@@ -1,5 +1,5 @@
 // Attention of one token of each row over SPLIT of its columns. Inputs: queries, records, bounds,
-// scale, and where JOINED those of join.h. finish.h has the output. Scores are logarithms to the
+// and where JOINED those of join.h. finish.h has the output. Scores are logarithms to the
 // base 2.
 //
 // A threadgroup has SIMDS simdgroups. TILES of them divide the query heads among them, PARTS of
@@ -69,7 +69,7 @@ const GLOBAL uint32_t* first = records + row * int64_t(records_strides[0]) +
 
 for (int i = THREAD_X; i < LINES * KEY_SIZE; i += THREADS) {
   const int64_t line = head * LINES + i / KEY_SIZE;
-  pool[i] = scale[0] * LOG2E * float(queries[row * int64_t(queries_strides[0]) +
+  pool[i] = AS_FLOAT(SCALE) * LOG2E * float(queries[row * int64_t(queries_strides[0]) +
       line * int64_t(queries_strides[1]) + (i % KEY_SIZE) * int64_t(queries_strides[3])]);
 }
 BARRIER;
