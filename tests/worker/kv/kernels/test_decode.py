@@ -51,6 +51,8 @@ MATRICES = [
     Case("affine8", "affine8", mx.bfloat16, 128, 128, 4, 0, False, 5, 1),
     Case("turbo3", "affine4", mx.float16, 128, 64, 7, 2, True, 3, 2),
     Case("float", "affine5/32", mx.bfloat16, 80, 96, 12, 1, False, 2, 3),
+    Case("affine4", "float", mx.bfloat16, 64, 80, 12, 0, False, 2, 11),
+    Case("turbo4", "turbo4", mx.float16, 256, 256, 3, 0, False, 2, 12),
 ]
 
 
@@ -121,6 +123,44 @@ def test_values_may_be_tiny_and_their_first_one_zero(folder: Path) -> None:
     found = kernels.attend(queries, case.layout.join(*packed), bounds, 40, SCALE)
     sample = Sample(case, queries, queries, packed, bounds, None, None)
     compare(1e3 * found.astype(mx.float32), 1e3 * sample.wanted(), case, 2e-3)
+
+
+def given(case: Case, keys: mx.array, values: mx.array, queries: mx.array) -> Sample:
+    """One row with these keys and values ``[1, 2, columns, size]``."""
+    packed = case.scheme.keys.pack(keys), case.scheme.values.pack(values)
+    bounds = mx.array([[0, keys.shape[2]]] * 4, mx.int32)
+    records = case.layout.join(*packed)
+    return Sample(case, queries, records, packed, bounds, None, None)
+
+
+@pytest.mark.parametrize("num_real", [0, 64])
+@pytest.mark.parametrize("high", [86, 87, 88])
+def test_zero_values_may_have_any_weight(num_real: int, high: float, folder: Path) -> None:
+    """Turbo's scale of zeros is zero, so their weights do not show in what they weigh.
+
+    Their scores are ``high``: a weight, or the sum of some, is more than a float32 holds. The last
+    value is not zero, and its score is higher; nor are the first, whose scores are 0.
+    """
+    case = Case("float", "turbo4", mx.float16, 64, 64, 4, 0, False, 1, 13)
+    mx.random.seed(13)
+    columns = mx.arange(300)[:, None]
+    scores = mx.where(columns < 64, 0, mx.where(columns < 299, high, high + 2))
+    first = mx.arange(64) == 0
+    keys = mx.broadcast_to(scores * first, (1, 2, 300, 64)).astype(case.dtype)
+    is_real = (columns < num_real) | (columns == 299)
+    values = (mx.random.normal((1, 2, 300, 64)) * is_real).astype(case.dtype)
+    queries = mx.broadcast_to(first / SCALE, (1, 8, 1, 64)).astype(case.dtype)
+    given(case, keys, values, queries).check(CppLaunch(folder), matrices=True)
+
+
+def test_scores_may_be_very_low(folder: Path) -> None:
+    """The highest score of a row is the lowest that there is."""
+    case = Case("float", "affine8", mx.bfloat16, 64, 64, 4, 0, False, 1, 14)
+    mx.random.seed(14)
+    keys, values = (mx.random.normal((1, 2, 300, 64)).astype(case.dtype) for _ in range(2))
+    queries = mx.full((1, 8, 1, 64), 20.0).astype(case.dtype)
+    sample = given(case, -mx.abs(keys), values, queries)
+    sample.check(CppLaunch(folder), matrices=True)
 
 
 @pytest.mark.skipif(not IS_LONG, reason="make parity tries them")

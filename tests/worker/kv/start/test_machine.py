@@ -45,7 +45,12 @@ def test_a_gpu_is_measured_again_when_a_kernel_changes(
     file = sources / "merge.h"
     file.write_text("// one more sentence\n" + file.read_text("utf-8"), "utf-8")
     assert kernels() == before is not None
-    file.write_text(file.read_text("utf-8").replace("SPLIT - 1", "SPLIT - 2"), "utf-8")
+    text = file.read_text("utf-8")
+    file.write_text(text.replace("SPLIT - 1", "SPLIT - 2"), "utf-8")
+    assert kernels() != before
+    file.write_text(text, "utf-8")
+    assert kernels() == before
+    (sources.parent / "variant.py").write_text("SIMDS = 3\n", "utf-8")
     assert kernels() != before
 
 

@@ -71,9 +71,14 @@ def source_text(name: str) -> str:
 
 @cache
 def sources_digest() -> str:
-    """What tells the kernels of versions apart; comments and indents do not count."""
+    """What tells the kernels of versions apart: the sources without comments, and this folder.
+
+    The folder's modules say how threads divide the work, and what is compiled.
+    """
     names = sorted(file.stem for file in _FOLDER.glob("*.h"))
-    text = "\0".join(part for name in names for part in (name, source_text(name)))
+    modules = sorted(_FOLDER.parent.glob("*.py"))
+    parts = [*map(source_text, names), *(file.read_text("utf-8") for file in modules)]
+    text = "\0".join([*names, *parts])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -38,7 +38,7 @@ def machine_facts(blas: str) -> dict[str, Any]:
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
-        # An answer that was checked is one of the kernels that gave it. CPUs use none.
+        # Checked answers hold only for the kernels that gave them. CPUs use none.
         **({} if device.kind() == "cpu" else {"kernels": sources_digest()}),
     }
 

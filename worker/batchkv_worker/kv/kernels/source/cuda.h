@@ -114,12 +114,12 @@ FN uint32_t masked(uint32_t word, uint32_t mask, uint32_t rest) {
   return found;
 }
 
-// `sum` is `start` and a product of matrices of 16 by 16 and 16 by 8 numbers; see matrix_splits.h.
+// Pairs of numbers of 2 bytes; see matrix_splits.h and pairs.h.
 #define PERMUTE(one, other, places) __byte_perm(one, other, places)
 #define PAIR(is_bfloat, low, high) pair_of_floats<is_bfloat>(low, high)
 #define TRANSPOSED(pair) transposed(pair)
 
-// Of 8 by 8 numbers of 2 bytes, two of a row in each thread.
+// Transposes 8 by 8 numbers of 2 bytes, of which each thread has two of a row.
 FN uint32_t transposed(uint32_t pair) {
   uint32_t found;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
@@ -137,6 +137,7 @@ FN uint32_t pair_of_floats(float low, float high) {
   }
 }
 
+// `sum` is `start` and a product of matrices of 16 by 16 and 16 by 8 numbers; see matrix_splits.h.
 template <int IS_BFLOAT, typename FIRST, typename SECOND>
 FN void multiply(FIRST first, SECOND second, const float (&start)[4], float (&sum)[4]) {
   if constexpr (IS_BFLOAT) {

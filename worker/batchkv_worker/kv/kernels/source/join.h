@@ -54,6 +54,6 @@ if (number == 0) {
 out[(int64_t(row) * num_heads + query_head) * VALUE_SIZE + number] = result;
 #endif
 }
-#ifdef OWN_START
+#ifdef OWN_START  // the loop over lines of finish.h
 }
 #endif

@@ -1,7 +1,7 @@
 // What splits.h computes, with products of matrices of 16 by 16 and 16 by 8 numbers. A thread's
-// numbers of such matrices, with `of` its quad and `place` its place there: of the first factor rows
-// of and of + 8, of the second column `of`, each with numbers 2 * place, 2 * place + 1, and the same
-// plus 8; of the product columns 2 * place and 2 * place + 1 of the first factor's rows.
+// numbers of such matrices, with `of` its quad and `place` its place there: rows `of` and `of + 8` of
+// the first factor and column `of` of the second, each with numbers 2 * place, 2 * place + 1, and the
+// same plus 8; of the product columns 2 * place and 2 * place + 1 of the first factor's rows.
 // The order of the summed numbers is free: it follows from how records are loaded.
 //
 // Columns of the records are rows of first factors, query heads are columns of second ones. So a
@@ -32,6 +32,7 @@ constexpr float VALUE_UNIT = IS_CODED(VALUE_FORM) ? CODE_UNIT : 1.0f;
 constexpr float NO_SCORE = -1e30f;
 constexpr float MOST_SCALED = 4096.0f;
 constexpr float LEAST_SCALE = 1e-18f;
+constexpr float MOST_SUM = 1e30f;
 constexpr int VALUE_SCALE_WORDS = scale_words(VALUE_FORM, VALUE_GROUPS);
 constexpr int COPY = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;  // words that are copied at once
 constexpr int NUM_COPIES = 16 * WORDS / COPY;
@@ -115,11 +116,12 @@ UNROLL for (int tile = 0; tile < TILES; tile++) {
     }
   }
 }
-// Scores are KEY_UNIT times as large as they are.
+// Scores here are 1 / KEY_UNIT times the real ones, which this factor makes up for.
 const float factor = AS_FLOAT(SCALE) * LOG2E * (1.0f / KEY_UNIT);
 
 // A weight is 2 ^ (score - zero), with a zero for each query head: so that weights times scales are
-// numbers of 2 bytes. It is changed when one of them is too large.
+// numbers of 2 bytes. It is changed when one of them is too large; or their sum, which grows unseen
+// where the scales are zero.
 float zero[TILES][2];
 float sum[TILES][2];
 float total[TILES][VALUE_GROUPS][VALUE_STEPS][4];
@@ -200,15 +202,18 @@ for (int stage = 0; base < count; base += TURN) {
   }
   float weight[TILES][4];
   float scaled[TILES][VALUE_GROUPS][4];
+  float new_sum[TILES][2];
   bool is_large = false;
 #define WEIGH                                                                        \
   UNROLL for (int i = 0; i < 4; i++) {                                               \
     UNROLL for (int tile = 0; tile < TILES; tile++) {                                \
       weight[tile][i] = EXP2(factor * score[tile][i] - zero[tile][i % 2]);           \
+      new_sum[tile][i % 2] = (i < 2 ? sum : new_sum)[tile][i % 2] + weight[tile][i]; \
+      is_large = is_large | (i >= 2 && !(new_sum[tile][i % 2] <= MOST_SUM));         \
       UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {                    \
         scaled[tile][group][i] = weight[tile][i] *                                   \
             scale_from<T, VALUE_FORM, VALUE_BITS>(value_scales[i / 2], group).scale; \
-        is_large = is_large | !(abs(scaled[tile][group][i]) <= MOST_SCALED);         \
+        is_large = is_large | (abs(scaled[tile][group][i]) > MOST_SCALED);          \
       }                                                                              \
     }                                                                                \
   }
@@ -244,7 +249,7 @@ for (int stage = 0; base < count; base += TURN) {
   }
   UNROLL for (int tile = 0; tile < TILES; tile++) {
     UNROLL for (int i = 0; i < 4; i++) {
-      sum[tile][i % 2] += weight[tile][i];
+      sum[tile][i % 2] = new_sum[tile][i % 2];
       UNROLL for (int group = 0; group < VALUE_GROUPS; group++) {
         if (IS_CODED(VALUE_FORM)) {
           bias_total[tile][group][i % 2] += weight[tile][i] *
@@ -318,7 +323,7 @@ UNROLL for (int tile = 0; tile < TILES; tile++) {
   }
 }
 }
-// The simdgroups, joined in order: each line's weights of them once, not at each number.
+// The simdgroups, joined in order. Their weights are computed once a line, not for each number.
 #define ZERO_OF(part) OUTPUT(part, ENDS + 2 * line)
 #define OWN_START                                                        \
   float own_top = LOWEST;                                                \

@@ -1,5 +1,5 @@
-// Pairs of numbers as factors of a product of matrices: two halves in a word. The last ten bits of a
-// half alone are a number of CODE_UNIT each, so a code there needs no more; floats are themselves.
+// Pairs of numbers as factors of a product of matrices: two halves in a word. A half whose upper six
+// bits are 0 is its low ten bits times CODE_UNIT. So a code is a factor as it is; floats are themselves.
 #define IS_CODED(form) (form != FLOAT_FORM)
 #define CODE_UNIT 5.9604644775390625e-08f  // 2 ^ -24
 
