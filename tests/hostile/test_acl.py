@@ -353,7 +353,8 @@ def test_a_refusal_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
     source.write_text('{"prompt": "another"}\n')
     found = batchkv("submit", source, "-m", MODEL, url=hub.url("worker"))
     assert found.exit_code == 3
-    assert "does not let this user do that (NOPERM): use the URL of the right role" in found.stderr
+    assert "does not let its user worker do that (NOPERM)" in found.stderr
+    assert "For these use the hub's producer.url" in found.stderr
     assert "deploy/hub/setup.sh" in found.stderr
     log = tmp_path / "log"
     worker = WorkerProcess(
@@ -361,7 +362,7 @@ def test_a_refusal_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
     )
     with workers(worker):
         assert worker.wait(PATIENCE) == 3
-    assert "NOPERM" in worker.said and "right role" in worker.said
+    assert "NOPERM" in worker.said and "A worker needs the hub's worker.url" in worker.said
     assert "Traceback" not in worker.said
     for text in (found.output, worker.said):
         for role in ("worker", "producer"):

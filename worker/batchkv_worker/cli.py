@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -229,8 +228,7 @@ def kv_report_command(
     from batchkv_worker.queue.startup import exit_with
 
     def note(text: str) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"batchkv: {text}", err=True)
+        click.echo(f"batchkv: {text}", err=True)
 
     try:
         names = scheme_names(schemes)

@@ -77,9 +77,9 @@ def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column
         Column("ROWS", [b.total for b in batches]),
         Column("OK", [b.ok for b in batches]),
         Column("FAILED", [b.failed for b in batches], if_any=True),
-        Column("CANCELED", [b.canceled for b in batches], drop=2, if_any=True),
+        Column("CANCELED", [b.canceled for b in batches], drop=1, if_any=True),
         Column("HELD", [b.running for b in batches], drop=3),
-        Column("QUEUED", [b.queued for b in batches], drop=1),
+        Column("QUEUED", [b.queued for b in batches], drop=2),
         Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
     ]
 
@@ -239,8 +239,10 @@ def _left(batch: BatchStatus, left: Left) -> str:
 
 
 def _nobody(batch: BatchStatus) -> str:
-    if not batch.is_untouched:
+    if batch.is_done:
         return "none"
+    if not batch.is_untouched:
+        return f"none: `{batch.worker_command}` computes the rest"
     return (
         f"none, and none has ever taken a row of this batch: `{batch.worker_command}` "
         f"serves it, `batchkv forget {batch.batch_id}` deletes it"

@@ -42,6 +42,7 @@ from batchkv_producer.local.local_workers import (
 from batchkv_producer.local.mended import earlier_of
 from batchkv_producer.local.own_adapter import OwnModel, own_model
 from batchkv_producer.local.run_support import (
+    STOPPING,
     Outage,
     give_up,
     one_try,
@@ -377,10 +378,8 @@ class RunLoop:
     def _interrupted(self, number: int, total: int) -> Interrupted:
         """The error that ends an interrupted run, after the last results were collected."""
         results = self._follower.results
-        return Interrupted(
-            number,
-            target.after_interrupt(results, self._batch_id, total, fresh=self.is_fresh),
-        )
+        said = target.after_interrupt(results, self._batch_id, total, fresh=self.is_fresh)
+        return Interrupted(number, said)
 
     def _stop(self, caught: list[int], *, is_cut_off: bool) -> None:
         """After an error or a signal: stop the workers, and collect the last results.
@@ -393,7 +392,7 @@ class RunLoop:
                 self._workers.abandon()
                 return
             if self._workers.pids:
-                self._reporter.note("stopping the workers; Ctrl-C again ends them by force")
+                self._reporter.note(STOPPING)
             self._workers.stop(lambda: len(caught) > num_handled)
             # Only the first error is reported. An error now follows from it, or can wait.
             with suppress(BatchkvError, RedisError):

@@ -18,6 +18,11 @@ from batchkv_producer.local.presence import reclaim_dead
 from batchkv_producer.retry import read_with_retry
 from batchkv_producer.server.home import Home, home_from_environment, make_folders
 
+STOPPING = (
+    "stopping the workers: rows that have begun have up to 30 s to end; Ctrl-C again ends them by "
+    "force"
+)
+
 
 class Outage:
     """An outage of the server: prints a note when it begins and ends, and restarts the server.

@@ -108,7 +108,7 @@ def after_interrupt(
         how = "command goes on from here"
     count = f"{num_rows:,} of {rows(total)} {place}"
     if num_rows >= total:
-        return f"interrupted: {count}. {same} {how}"
+        return f"interrupted, when all rows had ended: {count}"
     return (
         f"interrupted: {count}. The others stay in the queue; `batchkv cancel {batch_id}` ends "
         f"them. {same} {how}"

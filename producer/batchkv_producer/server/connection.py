@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
@@ -236,6 +236,8 @@ def explain(fault: RedisError, url: str, platform: str = sys.platform) -> str:
         return f"Redis at {masked(url)} {full_sentence(text)}"
     for kinds, pattern, sentence in _FAULTS:
         if isinstance(fault, kinds) and re.search(pattern, text):
+            if sentence is _NOT_ALLOWED:
+                sentence = _OF_ROLES.get(urlsplit(url).username or "", sentence)
             return f"Redis at {masked(url)} {sentence}"
     return f"Redis at {masked(url)} answers with an error: {text[:300]}"
 
@@ -243,11 +245,23 @@ def explain(fault: RedisError, url: str, platform: str = sys.platform) -> str:
 _ANY: tuple[type[Exception], ...] = (RedisError,)
 _AUTH = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError)
 _NO_CONNECTION = "accepts no more connections (maxclients): end other clients, or raise maxclients"
+_OLDER = (
+    "the hub's users are older than this batchkv: run deploy/hub/setup.sh of this version there "
+    "and start the hub again (deploy/README.md, Upgrade)"
+)
 _NOT_ALLOWED = (
     "does not let this user do that (NOPERM): use the URL of the right role, producer, worker or "
-    "admin. If the role is right, the hub's users are older than this batchkv: run "
-    "deploy/hub/setup.sh of this version there and start the hub again (deploy/README.md, Upgrade)"
+    f"admin. If the role is right, {_OLDER}"
 )
+# By the users of a hub, whose URLs are files of its folder secrets.
+_OF_ROLES = {
+    "worker": "does not let its user worker do that (NOPERM): it may run workers, and not submit, "
+    "read or change batches. For these use the hub's producer.url or admin.url. If a worker says "
+    f"so, {_OLDER}",
+    "producer": "does not let its user producer do that (NOPERM): it may submit, read and change "
+    "batches, and not run workers. A worker needs the hub's worker.url, and `batchkv run` its "
+    f"admin.url. If another command says so, {_OLDER}",
+}
 # The first entry that fits is used. An error inside a script keeps its code, not always its class.
 _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
     (_ANY, "NOAUTH|Authentication required|HELLO must be called", "wants a password: put it into "

@@ -108,6 +108,29 @@ def test_everything_fits_eighty_columns(redis_connection: Redis) -> None:
 
 
 @pytest.mark.usefixtures("at_server")
+def test_waiting_rows_have_a_column_beside_canceled_ones(redis_connection: Redis) -> None:
+    """Where not all columns fit, those of canceled rows are left out first."""
+    ids = fill(redis_connection)
+    counts = {"total": 60, "ok": 0, "failed": 1, "canceled": 2, "running": 0}
+    for batch_id in ids:
+        redis_connection.hset(redis_keys.batch(batch_id), mapping=counts)  # type: ignore[arg-type]
+    redis_connection.delete(*redis_connection.scan_iter("rq:worker*"))  # and so no time left
+    title, *lines = batchkv("status").stdout.splitlines()
+    assert "QUEUED" in title.split() and "CANCELED" not in title
+    (line,) = (line for line in lines if line.startswith(ids[0]))
+    assert line[: title.index("QUEUED") + len("QUEUED")].split()[-1] == "57"
+
+
+@pytest.mark.usefixtures("at_server")
+def test_the_worker_of_a_begun_batch_is_named(redis_connection: Redis) -> None:
+    """Also once a worker has taken rows and died: nobody else would compute the rest."""
+    (batch_id, *_) = fill(redis_connection)
+    redis_connection.delete(*redis_connection.scan_iter("rq:worker*"))
+    shown = "".join(batchkv("status", batch_id).stdout.split())
+    assert f"workersnone:`batchkvworker-m{MODELS[0]}`computestherest" in shown
+
+
+@pytest.mark.usefixtures("at_server")
 def test_per_cent_and_time_left(redis_connection: Redis) -> None:
     """The share of rows that are done, and the time left at the present speed of the workers."""
     ids = fill(redis_connection)

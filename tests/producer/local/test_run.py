@@ -271,9 +271,7 @@ def test_an_interrupted_run_says_where_its_rows_are(tmp_path: Path) -> None:
         every = target.after_interrupt(results, batch, 1, fresh=True)
     rest = f"The others stay in the queue; `batchkv cancel {batch}` ends them. The same command"
     assert some == f"interrupted: 1 of 3 rows is in {out}. {rest} goes on from here"
-    assert every == (
-        f"interrupted: 1 of 1 row is in {out}. Without --fresh the same command goes on from here"
-    )
+    assert every == f"interrupted, when all rows had ended: 1 of 1 row is in {out}"
     printed = target.after_interrupt(target.ResultStream(), batch, 3, fresh=False)
     assert printed == (
         f"interrupted: 0 of 3 rows were printed. {rest} and input go on; they print these rows "

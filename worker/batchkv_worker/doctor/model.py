@@ -72,7 +72,7 @@ def files_verdict(name: str) -> Verdict:
     if folder is None:
         return fail(
             f"the model {name} is not on this machine",
-            f'`batchkv ask -m {name} "Hello"` downloads it, if the hub has it',
+            f'`batchkv ask -m {name} "Hello"` downloads it, if Hugging Face has it',
         )
     found = fingerprint.of_folder(folder)
     if not found:

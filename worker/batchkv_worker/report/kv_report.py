@@ -75,8 +75,13 @@ def measure(
         raise SettingsError(
             f"--text {text_name}: has {len(tokens)} tokens; at least {FEWEST_TOKENS} are needed"
         )
-    measuring = _Measuring(loaded, tokens, extent, note)
     others = [name for name in dict.fromkeys(schemes) if name != _BASELINE]
+    places = {
+        name: f" ({at} of {len(others) + 1})" for at, name in enumerate([_BASELINE, *others], 1)
+    }
+    measuring = _Measuring(
+        loaded, tokens, extent, lambda name: note(f"measuring {name}{places[name]}")
+    )
     return Report(
         model=loaded.name,
         layers=str(loaded.caches),
@@ -114,7 +119,7 @@ class _Measuring:
         self.row_tokens = min(extent.row_tokens, loaded.context)
         # A row of the requested length; a short text is repeated.
         self._row = (tokens * -(-self.row_tokens // len(tokens)))[: self.row_tokens]
-        note(f"measuring {_BASELINE}")
+        note(_BASELINE)
         self._exact = self._plan(_BASELINE)
         self.sample = AttentionSample(
             *(self._backend, loaded.model, loaded.caches, self._exact.kinds),
@@ -127,7 +132,7 @@ class _Measuring:
         """Measure one scheme."""
         is_baseline = name == _BASELINE
         if not is_baseline:
-            self._note(f"measuring {name}")
+            self._note(name)
         plan = self._exact if is_baseline else self._plan(name)
         reading = self._reading if is_baseline else self._read(plan, self._tokens)
         row = self._exact_row if is_baseline else self._read(plan, self._row).pieces
