@@ -164,8 +164,8 @@ def reporter() -> Reporter:
 
 
 def details(snapshot: Snapshot, rates: Rates) -> str:
-    """The text after the count: rows in flight, failures, tokens a second, time left, delay."""
-    parts = [f"{snapshot.running} in flight"]
+    """The text after the count: held rows, failures, tokens a second, time left, delay."""
+    parts = [f"{snapshot.running} held"]
     if snapshot.failed:
         parts.append(f"{snapshot.failed} failed")
     if snapshot.canceled:

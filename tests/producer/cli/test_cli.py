@@ -788,7 +788,7 @@ def test_plain_progress_is_rare(capsys: pytest.CaptureFixture[str]) -> None:
         plain.update(Snapshot(100, ok=ended, failed=1, running=2, completion_tokens=10 * ended))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 6
-    assert lines[1] == "11/100 2 in flight, 1 failed, 10 tok/s, 1m29s left"
+    assert lines[1] == "11/100 2 held, 1 failed, 10 tok/s, 1m29s left"
 
 
 def test_rates_are_those_of_the_last_half_minute() -> None:

@@ -237,7 +237,7 @@ def test_a_plain_line_comes_at_once_for_a_new_delay(capsys: pytest.CaptureFixtur
         now[0] += 0.5
         plain.update(Snapshot(5, delay=text))
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["0/5 0 in flight, loading 1.0 of 7.3 GB", "0/5 0 in flight, measuring"]
+    assert lines == ["0/5 0 held, loading 1.0 of 7.3 GB", "0/5 0 held, measuring"]
 
 
 # ---- the command line ----
@@ -373,7 +373,7 @@ def test_wait_shows_how_far_loading_is(write_lines: Write, redis_connection: Red
     redis_connection.hset(key, mapping=about)  # type: ignore[arg-type]
     redis_connection.sadd(f"rq:workers:{QUEUE}", key)
     found = batchkv("wait", batch, "--timeout", "0.1")
-    assert f"0/1 0 in flight, {doing}\n" in found.stderr and "nobody" not in found.stderr
+    assert f"0/1 0 held, {doing}\n" in found.stderr and "nobody" not in found.stderr
 
 
 def hints(
