@@ -134,7 +134,6 @@ def test_a_block_that_is_stored_again_keeps_its_entry() -> None:
         ("llama", "affine8"),
         ("llama", "turbo4"),
         ("qwen3", "affine4"),
-        ("gemma3_text", "affine8"),
         ("gpt_oss", "float"),
         ("deepseek_v3", "affine8"),
     ],
