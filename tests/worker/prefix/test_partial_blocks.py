@@ -134,6 +134,8 @@ def test_a_block_that_is_stored_again_keeps_its_entry() -> None:
         ("llama", "affine8"),
         ("llama", "turbo4"),
         ("qwen3", "affine4"),
+        # Not affine8: with one thread of OpenBLAS an AMD processor rounds a tie otherwise.
+        ("gemma3_text", "affine4"),
         ("gpt_oss", "float"),
         ("deepseek_v3", "affine8"),
     ],
