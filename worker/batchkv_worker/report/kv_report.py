@@ -75,13 +75,12 @@ def measure(
         raise SettingsError(
             f"--text {text_name}: has {len(tokens)} tokens; at least {FEWEST_TOKENS} are needed"
         )
-    others = [name for name in dict.fromkeys(schemes) if name != _BASELINE]
-    places = {
-        name: f" ({at} of {len(others) + 1})" for at, name in enumerate([_BASELINE, *others], 1)
-    }
-    measuring = _Measuring(
-        loaded, tokens, extent, lambda name: note(f"measuring {name}{places[name]}")
-    )
+    names = list(dict.fromkeys([_BASELINE, *schemes]))
+
+    def note_scheme(name: str) -> None:
+        note(f"measuring {name} ({names.index(name) + 1} of {len(names)})")
+
+    measuring = _Measuring(loaded, tokens, extent, note_scheme)
     return Report(
         model=loaded.name,
         layers=str(loaded.caches),
@@ -93,7 +92,7 @@ def measure(
         error_tokens=measuring.sample.num_tokens,
         decode_rows=extent.rows,
         decode_tokens=measuring.row_tokens,
-        schemes=tuple(measuring.scheme(name) for name in [_BASELINE, *others]),
+        schemes=tuple(measuring.scheme(name) for name in names),
     )
 
 
