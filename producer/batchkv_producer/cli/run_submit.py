@@ -279,10 +279,11 @@ def _say_submitted(submitted: Submitted) -> None:
     duplicates = f", {num:,} of them {'a duplicate' if num == 1 else 'duplicates'}" if num else ""
     if submitted.joined:
         what = f"joined a batch of {rows(total)}" + (f", {bad:,} of them wrong" if bad else "")
-        what += f", which was submitted before (`batchkv status {submitted.batch_id}`)"
     else:
         what = f"queued {total - bad:,} of {rows(total)}" if bad else f"queued {rows(total)}"
     say(f"{what}{duplicates}, in queue {submitted.queue}")
+    if submitted.joined:
+        say(f"it was submitted before: `batchkv status {submitted.batch_id}` shows how far it is")
     if submitted.generation > 1:
         say(generation_words(submitted))
     for note in filter(None, (submitted.model_note, submitted.style_note, submitted.reuse_note)):
