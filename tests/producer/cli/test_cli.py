@@ -216,6 +216,8 @@ def test_submit_prints_the_id_alone(at_server: str, redis_connection: Redis, sou
     assert queued == "batchkv: queued 2 of 3 rows, in queue batchkv:m-62c66a7a"
     again = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")
     assert again.stdout == found.stdout and "joined a batch of 3 rows" in again.stderr
+    shown = f"batchkv: it was submitted before: `batchkv status {found.stdout.strip()}`"
+    assert shown in again.stderr and "submitted before" not in found.stderr
     other = batchkv("submit", source, "-m", "m", "--max-tokens", "10")
     assert other.stdout != found.stdout
     assert len(Client(redis_connection).list_batches()) == 2

@@ -75,6 +75,9 @@ def test_the_demo_model_is_measured() -> None:
     size = ("--tokens", "200", "--rows", "2", "--row-tokens", "64")
     said = command("-m", "demo", "--schemes", "affine8,turbo3,float", "--json", *size)
     assert said.exit_code == 0, said.output
+    notes = [line for line in said.stderr.splitlines() if "measuring" in line]
+    names = ("float", "affine8", "turbo3")
+    assert notes == [f"batchkv: measuring {one} ({at} of 3)" for at, one in enumerate(names, 1)]
     document: dict[str, Any] = json.loads(said.stdout)
     assert document["text_tokens"] == 200 and document["layers"] == "4 full attention"
     schemes = {one["scheme"]: one for one in document["schemes"]}
