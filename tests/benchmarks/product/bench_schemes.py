@@ -1,13 +1,15 @@
-"""Whole workloads by KV scheme, and bare forward passes, in one process and in turns.
+"""Whole workloads by KV scheme, beside mlx-lm and bare forward passes, in one process and in turns.
 
     python tests/benchmarks/product/bench_schemes.py --shape 4b --slots 64 [--json FILE]
+    python tests/benchmarks/product/bench_schemes.py --sides float,affine8,mlx --workload gsm8k
     python tests/benchmarks/product/bench_schemes.py --quick
 
-Each side is an engine as a worker builds it, with its scheme; ``floor`` are bare forward passes of
-the same tokens (see product_sides.py). All are in one process, for hosts differ, and the
-host of a GPU limits decoding. Each turn has other rows, the same for all sides: ``shared`` are 27
-groups of 40 rows behind examples of their own, ``gsm8k`` 160 rows of the file with answers of 128
-tokens. The first turn is not counted, and the order of the sides changes with each turn.
+Each side is an engine as a worker builds it, with its scheme; ``mlx`` is mlx-lm's BatchGenerator
+with as many slots, ``floor`` are bare forward passes of the same tokens (see product_sides.py).
+All are in one process, for hosts differ, and the host of a GPU limits decoding. Each turn has
+other rows, the same for all sides: ``shared`` are 27 groups of 40 rows behind examples of their
+own, ``gsm8k`` 160 rows of the file with answers of 128 tokens. The first turn is not counted, and
+the order of the sides changes with each turn.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from typing import Any
 
 import product_parts as parts
 from product_arguments import parsed, parser_of
-from product_sides import Floor, Once, engine_side, works_of
+from product_sides import Floor, Once, engine_side, mlx_side, works_of
 
 from batchkv_worker.settings import WorkerSettings
 
 ANSWER_TOKENS = 128  # of gsm8k
-FLOOR = "floor"
+# What computes rows without an engine, and so without a scheme.
+WITHOUT_ENGINE = {"floor": Floor, "mlx": mlx_side}
 Found = dict[str, dict[str, list[float]]]  # workload, side, seconds of each counted turn
 
 
@@ -56,10 +59,11 @@ def sides_of(args: argparse.Namespace, folder: Path) -> dict[str, Once]:
             {**environment, "BATCHKV_KV_SCHEME": scheme}, model=str(model)
         )
 
-    return {
-        side: Floor(settings("float")) if side == FLOOR else engine_side(settings(side))
-        for side in args.sides
-    }
+    def side_of(name: str) -> Once:
+        without = WITHOUT_ENGINE.get(name)
+        return without(settings("float")) if without else engine_side(settings(name))
+
+    return {side: side_of(side) for side in args.sides}
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Found:
@@ -103,7 +107,7 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--workload", action="append", choices=("shared", "gsm8k"), help="[shared]")
     parser.add_argument(
-        "--sides", type=lambda text: text.split(","), default=["float", "affine8", FLOOR]
+        "--sides", type=lambda text: text.split(","), default=["float", "affine8", "floor"]
     )
     parser.add_argument("--slots", default="auto", help="[auto]")
     parser.add_argument("--rows", type=int, help="of gsm8k, a turn [160]")
