@@ -54,13 +54,14 @@ def test_the_benchmark_of_two_workers_compares_three_pools(tmp_path: Path) -> No
 
 @is_long
 def test_the_benchmark_of_schemes_times_each_side_in_one_process(tmp_path: Path) -> None:
-    """Engines of two schemes and bare passes, of the same rows; the first turn is not counted."""
+    """Engines, mlx-lm and bare passes, of the same rows; the first turn is not counted."""
     out = tmp_path / "out.json"
     script = BENCHMARKS / "product" / "bench_schemes.py"
     command = [sys.executable, str(script), "--quick", "--per-group", "2", "--json", str(out)]
+    command += ["--sides", "float,affine8,mlx,floor"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     sides = json.loads(out.read_text())["shared"]
-    assert list(sides) == ["float", "affine8", "floor"]
+    assert list(sides) == ["float", "affine8", "mlx", "floor"]
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in sides.values())
     assert "x of float" in done.stdout

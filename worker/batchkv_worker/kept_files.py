@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+KERNELS = "kernels"  # the folder of compiled kernels in the home folder
 PART = ".tmp"  # the ending of a file that is being written, whose name begins with a dot
 
 
@@ -42,3 +44,10 @@ def dated(files: Iterable[Path]) -> Iterator[tuple[float, Path]]:
     for file in files:
         with suppress(OSError):
             yield file.stat().st_mtime, file
+
+
+def is_ours(found: os.stat_result) -> bool:
+    """Whether nobody but this user may write a file or folder."""
+    others = stat.S_IWGRP | stat.S_IWOTH
+    is_plain = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
+    return is_plain and found.st_uid == os.geteuid() and not found.st_mode & others

@@ -14,7 +14,7 @@ from batchkv_worker.engine import chunk_size, factory, kept_measurements
 from batchkv_worker.engine import engine as engines
 from batchkv_worker.engine.engine import Engine
 from batchkv_worker.errors import ModelError
-from batchkv_worker.kv.backends import timing, warm_up
+from batchkv_worker.kv.backends import device, timing, warm_up
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.launching import AtOnce, Beside, choose
 from batchkv_worker.kv.backends.warm_up import EarlyLaunches
@@ -176,6 +176,18 @@ def test_plans_are_made_before_the_weights_are_there(
 
     beside_others(run)
     assert seen.events == ["begin", "work", "read", "end", "measure"] and not threads()
+
+
+def test_a_start_compiles_what_rows_would_wait_for(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, however many engines are built of one model."""
+    compiled: list[mx.Dtype] = []
+    monkeypatch.setattr(device, "compile_kernels", compiled.append)
+    builder = factory._Builder(settings)
+    for _ in range(2):
+        builder.engine(builder.loaded).close()
+    assert compiled == [mx.float32]
 
 
 def test_other_devices_start_as_ever(

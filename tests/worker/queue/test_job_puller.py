@@ -277,6 +277,18 @@ def test_a_server_that_refuses_paces_does_no_harm(redis_connection: Redis, desk:
     assert poll.workers == {"other"}
 
 
+def test_jobs_are_asked_for_before_the_rows_ahead_run_out(desk: Desk, queue: Any) -> None:
+    """Rows of all slots may end at once: those that wait must last until the next are prepared."""
+    desk.puller._engine.max_in_flight = 8 + 16
+    queue(24, [], name="first")
+    assert desk.look() and len(desk.refill()) == desk.in_flight.num_started == 24
+    queue(8, [], name="more")
+    desk.end(1, 2, 3)
+    assert not desk.look(), "a round trip brings several"
+    desk.end(4)
+    assert desk.look() and len(desk.refill()) == 28
+
+
 def test_waits_on_the_server_are_short_at_first(
     redis_connection: Redis, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

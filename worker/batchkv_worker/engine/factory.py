@@ -117,6 +117,7 @@ class _Builder:
         from batchkv_worker.engine.engine import Engine, EngineConfig
         from batchkv_worker.engine.kept_measurements import warn_if_busy
         from batchkv_worker.engine.pressure import watch
+        from batchkv_worker.kv.backends.device import compile_kernels
 
         settings, backend = self._settings, self._backend
         config = EngineConfig(
@@ -140,6 +141,7 @@ class _Builder:
         if self._has_built:  # with another adapter, nothing below changes
             return engine
         self._has_built = True
+        compile_kernels(loaded.dtype)
         warn_if_busy(backend.measurements, settings.model)
         log.info(
             "model %s: %s, %s, context %d, %.1f MB of weights; KV %s: %d bytes a token, "

@@ -40,6 +40,7 @@ FIRST_WAIT_SECONDS, FIRST_SECONDS = 0.1, 2.0
 EMPTY_QUEUE_SECONDS = 0.1  # how soon to ask again while rows are decoding
 APART_WAIT_SECONDS = 60.0  # how long suspects wait for a worker that holds nothing
 PASSED_SECONDS = 1.0  # how soon to ask again when nothing but suspects waits
+RUN_OUT_PART = 4  # one part in so many of the rows ahead runs out before the next pull
 BEATEN_SECONDS = 0.05  # how soon to ask again when another worker was faster
 
 
@@ -208,13 +209,15 @@ class JobPuller:
     def wants_jobs(self) -> bool:
         """Whether to pull, now or after a pause.
 
-        Not for every single row that ends: half of the rows that wait in the engine may run out
-        first, so that a round trip brings several jobs. Jobs of high priority do not wait for that.
+        Not for every single row that ends: some of those that wait in the engine may run out first,
+        so that a round trip brings several jobs. The others last until the new ones are prepared,
+        also if the rows of all slots end at once. Jobs of high priority do not wait for that.
         """
         if not self._may_take:
             return False
         view = self._view()
-        few = min(view.ahead, self._engine.max_in_flight) // 2 if not self._ours[0] else 1
+        ahead = min(view.ahead, self._engine.max_in_flight)
+        few = ahead // RUN_OUT_PART if not self._ours[0] else 1
         return (not self._in_flight or view.room >= few) and self._wanted(view) > 0
 
     def refill(self) -> None:

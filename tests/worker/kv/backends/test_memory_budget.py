@@ -290,6 +290,7 @@ def test_cuda_lets_another_thread_launch_steps(
     shared: list[int] = []
     monkeypatch.setattr(device, "kind", lambda: kind)
     monkeypatch.setattr(device, "share_stream", lambda: shared.append(1))
+    monkeypatch.setattr(device, "_keep_kernels", lambda: None)
     device.prepare_device(wired_limit=False)
     assert len(shared) == num_shared
     assert CudaBackend().launches_beside and not MetalBackend().launches_beside

@@ -9,11 +9,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.kept_files import KERNELS
 from batchkv_worker.kv.kernels import compiled_launch
 from batchkv_worker.kv.kernels.compiled_launch import CompiledLaunch, launch_for
 from batchkv_worker.kv.kernels.decode import Partials
 from batchkv_worker.kv.kernels.draw import DrawKernel
-from batchkv_worker.kv.kernels.kept_code import FOLDER, KeptCode
+from batchkv_worker.kv.kernels.kept_code import KeptCode
 from batchkv_worker.kv.kernels.launch import Launch, View, cuda_launch
 from batchkv_worker.kv.kernels.nvrtc import Compiler, CompilerError
 from batchkv_worker.kv.kernels.rotary import RotaryKernel, Turn
@@ -173,4 +174,4 @@ def test_kept_code_needs_the_compiler_and_mlxs_call(
     launch_for.cache_clear()
     assert (found is cuda_launch) == (missing != "nothing")
     if isinstance(found, CompiledLaunch):
-        assert found.kept.folder == tmp_path / FOLDER
+        assert found.kept.folder == tmp_path / KERNELS

@@ -7,7 +7,10 @@ import os
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends import host_memory
+from batchkv_producer.errors import BatchkvError
+from batchkv_producer.server.home import home_from_environment
+from batchkv_worker.kept_files import KERNELS
+from batchkv_worker.kv.backends import host_memory, mlx_kernels
 from batchkv_worker.kv.backends.launching import share_stream
 from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_limit
 
@@ -26,14 +29,15 @@ def prepare_device(*, wired_limit: bool) -> None:
     waits for running work before it starts more. On CUDA, MLX's own limits stay: no other program
     needs that memory, and to allocate freed memory again costs much.
 
-    On CUDA the calling thread gets another default stream, which other threads may use, too. So
-    this comes before anything is computed.
+    On CUDA the calling thread gets another default stream, which other threads may use, too, and
+    MLX keeps its kernels in the home folder. So this comes before anything is computed.
 
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
     """
     log.info("device: %s", name())
     if kind() == "cuda":
+        _keep_kernels()
         share_stream()
     recommended = _metal_bytes("max_recommended_working_set_size")
     if not recommended:
@@ -47,6 +51,21 @@ def prepare_device(*, wired_limit: bool) -> None:
     )
     if wired_limit:
         mx.set_wired_limit(recommended)
+
+
+def compile_kernels(dtype: mx.Dtype) -> None:
+    """Have MLX compile now what rows of a model of ``dtype`` would wait for: on CUDA, once."""
+    if kind() == "cuda":
+        mlx_kernels.compile_now(dtype)
+
+
+def _keep_kernels() -> None:
+    try:
+        home = home_from_environment().path
+    except BatchkvError as fault:
+        log.debug("MLX keeps its kernels where it would: %s", fault)
+        return
+    mlx_kernels.keep_in(home / KERNELS, str(mx.device_info().get("architecture", "")))
 
 
 def kind() -> Kind:

@@ -17,9 +17,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.kept_files import KERNELS
 from batchkv_worker.kv.kernels.body import Body
 from batchkv_worker.kv.kernels.cuda_program import Given, program_of, sizes_of
-from batchkv_worker.kv.kernels.kept_code import FOLDER, KeptCode
+from batchkv_worker.kv.kernels.kept_code import KeptCode
 from batchkv_worker.kv.kernels.launch import (
     Constant,
     Input,
@@ -45,7 +46,7 @@ def launch_for(home: Path | None) -> Launch:
     if compiler is None or not has_call or not re.fullmatch(r"sm_\d+a?", architecture):
         log.debug("MLX compiles the kernels, for %s", architecture or "a device without a name")
         return cuda_launch
-    return CompiledLaunch(compiler, architecture, KeptCode(home and home / FOLDER))
+    return CompiledLaunch(compiler, architecture, KeptCode(home and home / KERNELS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchkv_worker.kept_files import PART, dated, remove, remove_oldest, write_whole
+from batchkv_worker.kept_files import PART, dated, is_ours, remove, remove_oldest, write_whole
 
 log = logging.getLogger("batchkv.engine")
 
-FOLDER = "kernels"
 MAX_FILES = 500  # the oldest are removed
 MAX_BYTES = 2**24  # of a file
 LOST_SECONDS = 86_400.0  # after which a file that a process began is of one that was killed
@@ -46,11 +44,11 @@ class KeptCode:
         if self.folder is None:
             return None
         try:
-            if not _is_ours(self.folder.lstat()):
+            if not is_ours(self.folder.lstat()):
                 return None
             file = os.open(self.folder / f"{digest}{_ENDING}", os.O_RDONLY | os.O_NOFOLLOW)
             with os.fdopen(file, "rb") as stream:
-                if not _is_ours(os.fstat(stream.fileno())):
+                if not is_ours(os.fstat(stream.fileno())):
                     return None
                 sealed = stream.read(MAX_BYTES + 1)
         except OSError:
@@ -69,13 +67,6 @@ class KeptCode:
         remove_oldest(self.folder.glob(f"*{_ENDING}"), MAX_FILES)
         lost = time.time() - LOST_SECONDS
         remove([file for when, file in dated(self.folder.glob(f".*{PART}")) if when < lost])
-
-
-def _is_ours(found: os.stat_result) -> bool:
-    """Whether nobody but this user may write a file or folder."""
-    others = stat.S_IWGRP | stat.S_IWOTH
-    is_plain = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
-    return is_plain and found.st_uid == os.geteuid() and not found.st_mode & others
 
 
 def _seal(digest: str, code: bytes) -> bytes:

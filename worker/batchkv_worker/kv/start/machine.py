@@ -10,11 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.backends import device, mlx_kernels
 from batchkv_worker.kv.backends.compare import rounds_float32
 from batchkv_worker.kv.kernels.body import sources_digest
 
-# Each of these variables changes how fast MLX is, or how exact.
+# Each of these variables changes how fast MLX is, or how exact; not where it keeps its kernels.
 _VARIABLES = ("MLX_", "AGX_", "OPENBLAS_", "OMP_", "CUDA_VISIBLE_DEVICES")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -36,7 +36,9 @@ def machine_facts(blas: str) -> dict[str, Any]:
         "mlx": mx.__version__,
         "mlx_lm": _version("mlx-lm"),
         "variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and name != mlx_kernels.VARIABLE
         },
         # Checked answers hold only for the kernels that gave them. CPUs use none.
         **({} if device.kind() == "cpu" else {"kernels": sources_digest()}),

@@ -1,0 +1,81 @@
+"""The kernels that MLX itself compiles on CUDA, each when it is first used.
+
+Most kernels are in MLX's library. Those that read or write the rows that an array names are
+compiled for each dtype. Each took an H200 3.5 to 4.2 s, and a whole batch waited for it. So they
+are used once before there are rows.
+
+MLX keeps their code on disk: in the folder for temporary files, which a restart of the machine may
+empty, and where another user may have been first. Its files are named by neither version nor
+device. So MLX gets a folder of this user for both (``jit_module.cpp`` reads the variable once).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+from batchkv_worker.kept_files import is_ours
+
+log = logging.getLogger("batchkv.engine")
+
+VARIABLE = "MLX_PTX_CACHE_DIR"
+FOLDER = "mlx"  # beside batchkv's own kernels
+_ROWS, _NUMBERS = 4, 64  # of an array on the device: few numbers are in the host's memory
+
+
+def keep_in(kernels: Path, architecture: str) -> None:
+    """Have MLX keep code in a folder of ``kernels``, unless the environment names another.
+
+    ``architecture`` is MLX's name for the device. This comes before MLX computes anything.
+    """
+    if os.environ.get(VARIABLE):
+        return
+    folder = kernels / FOLDER / f"{mx.__version__}-{architecture}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_safe = all(is_ours(one.lstat()) for one in (folder, folder.parent, kernels))
+    except OSError as fault:
+        log.debug("MLX keeps its kernels where it would: %s", fault)
+        return
+    if is_safe:
+        os.environ[VARIABLE] = str(folder)
+    else:
+        log.warning("others may write %s, so MLX keeps its kernels elsewhere", folder)
+
+
+def compile_now(dtype: mx.Dtype) -> None:
+    """Use each kernel once, for a model of ``dtype``. It takes milliseconds where they are kept.
+
+    One that does not compile is told: rows that need it would fail.
+    """
+    begun = time.monotonic()
+    for result in first_uses(dtype):
+        try:
+            mx.eval(result)
+        except RuntimeError as fault:
+            log.warning("MLX cannot compile a kernel that reads or writes rows: %s", fault)
+    log.debug("MLX's kernels for rows are there after %.1f s", time.monotonic() - begun)
+
+
+def first_uses(dtype: mx.Dtype) -> list[mx.array]:
+    """Graphs with one such operation each.
+
+    Tokens of the step before are read where rows left (int32). Rows that move, and records, are
+    words (uint32). Numbers of slots without records have the model's ``dtype``.
+    """
+    rows = mx.array([*range(_ROWS)], mx.int32)
+    reads = [mx.take(_lines(kind), rows, axis=0) for kind in (mx.int32, mx.uint32)]
+    writes = []
+    for kind in (mx.uint32, dtype):
+        buffer = _lines(kind)
+        buffer[rows] = _lines(kind)
+        writes.append(buffer)
+    return [*reads, *writes]
+
+
+def _lines(dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((_ROWS, _NUMBERS), dtype)
