@@ -321,6 +321,10 @@ def test_a_batch_that_failed_its_check_is_no_success(
     with pytest.raises(UsageError, match=r"^nothing was queued; line 1: .* make a new batch$"):
         remote.wait(batch.id)
     assert list(remote.results(batch.id)) == []
+    url = ("--url", gateway.url.removesuffix("/v1"))
+    for command in (["status", batch.id], ["list"]):
+        said = CliRunner().invoke(cli, [*command, *url], prog_name="batchkv").stdout
+        assert "no rows" in said and "100 %" not in said
 
 
 def test_canceled_rows_are_counted_as_such(http: HttpClient, client: OpenAI) -> None:

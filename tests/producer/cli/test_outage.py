@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from batchkv_producer.cli.outage import OutageNote
 from support.redis_server import running_server
 
@@ -41,8 +43,13 @@ def test_a_short_outage_is_not_said() -> None:
     assert not said
 
 
-def test_wait_says_that_its_server_is_away(tmp_path: Path) -> None:
-    """A server that is away for a while is named, and the wait goes on when it is back."""
+@pytest.mark.parametrize(
+    ("words", "begun"), [(["wait"], "0/1"), (["results", "--follow", "-o", "out.jsonl"], "0/1")]
+)
+def test_a_command_that_follows_says_that_its_server_is_away(
+    words: list[str], begun: str, tmp_path: Path
+) -> None:
+    """A server that is away for a while is named, and the command goes on when it is back."""
     source, log = tmp_path / "p.jsonl", tmp_path / "log"
     source.write_text('{"prompt": "a"}\n', "utf-8")
     with running_server("--appendonly", "yes", "--appendfsync", "always") as server:
@@ -53,10 +60,13 @@ def test_wait_says_that_its_server_is_away(tmp_path: Path) -> None:
             check=True,
             timeout=DEADLINE_SECONDS,
         )
-        command = [*BATCHKV, "wait", submitted.stdout.strip(), "--url", server.url]
-        with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as waiting:
+        command = [*BATCHKV, *words, submitted.stdout.strip(), "--url", server.url]
+        with (
+            log.open("w") as stream,
+            subprocess.Popen(command, stderr=stream, cwd=tmp_path) as waiting,
+        ):
             try:
-                wait_for(log, "0/1")
+                wait_for(log, begun)
                 server.stop()
                 wait_for(log, "the server has not answered since")
                 server.start()
