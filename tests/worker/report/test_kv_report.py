@@ -198,6 +198,7 @@ def test_tables_name_every_scheme(
     for text in (plain, drawn):
         assert "affine4,last=float" in text and "2 x full attention" in text
         assert "affine4/g64," in text and "2 x state" in text
+        assert "\nfloat was measured against itself" in text
     assert max(map(len, plain.splitlines())) <= 80
     (wide,) = (kind for kind in found.schemes[1].kinds if "attention" in kind.kind)
     kinds = (replace(wide, fitted="affine8/g64+affine4/g64, turbo3.5/g128"),)
@@ -208,6 +209,7 @@ def test_tables_name_every_scheme(
     narrow = capsys.readouterr().out
     assert max(map(len, narrow.splitlines())) <= 80
     assert "affine8/g64+" in narrow and "turbo3.5/g128" in narrow
+    assert "against itself" not in narrow, "float is not among the schemes"
 
 
 def test_overrides_stay_with_their_scheme() -> None:

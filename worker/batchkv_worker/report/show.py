@@ -26,7 +26,7 @@ def show(report: Report) -> None:
     """Write the report to standard output."""
     tables = [_bytes(report), _quality(report), _cost(report)]
     if not sys.stdout.isatty():
-        sys.stdout.write("\n".join([_heading(report), "", *map(_plain, tables)]))
+        sys.stdout.write("\n".join([_heading(report), "", *map(_plain, tables), *_notes(report)]))
         return
     # Imported here, because rich takes 50 ms and is not needed for a file.
     from rich.console import Console
@@ -41,6 +41,8 @@ def show(report: Report) -> None:
         for line in table.lines:
             drawn.add_row(*line)
         console.print(drawn)
+    for note in _notes(report):
+        console.print(note.rstrip("\n"), markup=False)
 
 
 def _heading(report: Report) -> str:
@@ -48,6 +50,12 @@ def _heading(report: Report) -> str:
         f"{report.model}: {report.layers}; {report.dtype} on {report.device}, MLX {report.mlx}\n"
         f"text: {report.text}, {report.text_tokens:,} tokens"
     )
+
+
+def _notes(report: Report) -> list[str]:
+    if all(scheme.scheme != "float" for scheme in report.schemes):
+        return []
+    return ["float was measured against itself, too: its ratios show how times vary here.\n"]
 
 
 def _bytes(report: Report) -> _Table:
