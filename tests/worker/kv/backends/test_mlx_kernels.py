@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,25 @@ def test_only_cuda_compiles_at_the_first_use(
     assert given == [mx.bfloat16] * count
 
 
-def test_code_is_kept_in_a_folder_of_this_user(tmp_path: Path) -> None:
-    """MLX's files are named by neither its version nor the device, so the folder is."""
-    mlx_kernels.keep_in(tmp_path / KERNELS, "sm_90")
-    folder = tmp_path / KERNELS / "mlx" / NAME
+@pytest.fixture
+def open_handed() -> Iterator[None]:
+    """New folders may be written by the user's group, as some systems have it."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_handed")
+def test_code_is_kept_in_folders_of_this_user(tmp_path: Path) -> None:
+    """MLX's files are named by neither its version nor the device, so the folder is.
+
+    batchkv's own kernels are kept in the upper one, and are read only if it is this user's.
+    """
+    mlx_kernels.keep_in(tmp_path / "home" / KERNELS, "sm_90")
+    folder = tmp_path / "home" / KERNELS / "mlx" / NAME
     assert os.environ[mlx_kernels.VARIABLE] == str(folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for one in (folder, folder.parent, folder.parent.parent):
+        assert stat.S_IMODE(one.stat().st_mode) == 0o700
 
 
 def test_a_folder_that_the_environment_names_stays(

@@ -35,9 +35,11 @@ def keep_in(kernels: Path, architecture: str) -> None:
     if os.environ.get(VARIABLE):
         return
     folder = kernels / FOLDER / f"{mx.__version__}-{architecture}"
+    folders = kernels, folder.parent, folder
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_safe = all(is_ours(one.lstat()) for one in (folder, folder.parent, kernels))
+        for one in folders:
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is that of the last alone
+        is_safe = all(is_ours(one.lstat()) for one in folders)
     except OSError as fault:
         log.debug("MLX keeps its kernels where it would: %s", fault)
         return
