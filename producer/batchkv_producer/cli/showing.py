@@ -21,7 +21,7 @@ from batchkv_producer.cli.shared import print_json
 from batchkv_producer.client import BatchStatus
 from batchkv_producer.interface import BatchClient
 from batchkv_producer.monitor.mismatch import find_mismatch
-from batchkv_producer.monitor.remaining import percent_done
+from batchkv_producer.monitor.remaining import share_done
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.progress import duration, printable, rows
 from batchkv_producer.server.memory_use import MemoryUse, size_text
@@ -72,7 +72,7 @@ def _overview_columns(batches: Sequence[BatchStatus], left: Left) -> list[Column
     return [
         Column("BATCH", [b.batch_id for b in batches]),
         Column("STATE", [state_of(b) for b in batches]),
-        Column("DONE", [_share(b) for b in batches]),
+        Column("DONE", [share_done(b) for b in batches]),
         Column("LEFT", [_left(b, left) for b in batches], drop=4, if_any=True),
         Column("ROWS", [b.total for b in batches]),
         Column("OK", [b.ok for b in batches]),
@@ -92,7 +92,7 @@ def show_list(client: BatchClient, limit: int | None) -> None:
         Column("BATCH", [b.batch_id for b in batches]),
         Column("CREATED", [_short_moment(b.created) for b in batches], drop=3),
         Column("STATE", [state_of(b) for b in batches]),
-        Column("DONE", [_share(b) for b in batches]),
+        Column("DONE", [share_done(b) for b in batches]),
         Column("LEFT", [_left(b, left) for b in batches], drop=2, if_any=True),
         Column("ROWS", [b.total for b in batches]),
         Column("FAILED", [b.failed for b in batches], if_any=True, drop=1),
@@ -138,7 +138,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("batch", batch.batch_id),
             ("name", batch.name),
             ("state", state_of(batch)),
-            ("done", _share(batch) + (f", about {soon} left" if soon else "")),
+            ("done", share_done(batch) + (f", about {soon} left" if soon else "")),
             ("model", batch.model),
             ("queue", batch.queue),
             ("created", moment(batch.created)),
@@ -260,11 +260,6 @@ def _prompt_tokens(batch: BatchStatus) -> str:
     """The number of prompt tokens, of cached ones, and the time that these saved."""
     saved = f", which saved {batch.saved_ms / 1000:,.1f} s" if batch.saved_ms else ""
     return f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached{saved})"
-
-
-def _share(batch: BatchStatus) -> str:
-    """The share of rows that have ended. A batch whose lines were all refused has none."""
-    return f"{percent_done(batch)} %" if batch.total else "no rows"
 
 
 def state_of(batch: BatchStatus) -> str:

@@ -46,6 +46,12 @@ def queue_order(batch: BatchStatus) -> tuple[int, int]:
     return rank, batch.created
 
 
+def share_done(batch: BatchStatus) -> str:
+    """The share of rows that have ended. A batch whose lines were all refused has no rows."""
+    is_refused = batch.is_done and not batch.total
+    return "no rows" if is_refused else f"{percent_done(batch)} %"
+
+
 def percent_done(batch: BatchStatus) -> int:
     """The per cent of rows that have ended, rounded down. 100 only if all have ended."""
     return 100 if batch.is_done else min(99, 100 * batch.num_ended // max(1, batch.total))

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from rich.text import Text
 
 from batchkv_producer.client import BatchStatus
-from batchkv_producer.monitor.remaining import percent_done
+from batchkv_producer.monitor.remaining import percent_done, share_done
 from batchkv_producer.progress import duration, printable
 from batchkv_producer.server.memory_use import size_text
 from batchkv_producer.tables import Column, shorten_models, shorten_names, table_lines
@@ -80,7 +80,7 @@ def _batches(view: View, batches: Sequence[BatchStatus], screen: Screen) -> list
     columns = [
         Column("BATCH", [b.batch_id for b in batches]),
         Column("", [_bar(b) for b in batches], drop=1),
-        Column("DONE", [f"{percent_done(b)} %" for b in batches]),
+        Column("DONE", [share_done(b) for b in batches]),
         Column("TOK/S", [None if speed is None else round(speed) for speed in speeds]),
         Column("LEFT", ["" if each is None else duration(each) for each in left], if_any=True),
         Column("OK", [b.ok for b in batches]),

@@ -52,12 +52,11 @@ def sides_of(args: argparse.Namespace, folder: Path) -> dict[str, Once]:
     """What computes a file of rows, by name."""
     model = (args.models or folder) / f"bench-{args.shape}"
     parts.make_model(model, args.shape)
-    environment = {"BATCHKV_HOME": str(folder / "home"), "BATCHKV_SLOTS": args.slots}
+    os.environ["BATCHKV_HOME"] = str(folder / "home")
 
     def settings(scheme: str) -> WorkerSettings:
-        return WorkerSettings.from_env(
-            {**environment, "BATCHKV_KV_SCHEME": scheme}, model=str(model)
-        )
+        given = {"BATCHKV_SLOTS": args.slots, "BATCHKV_KV_SCHEME": scheme}
+        return WorkerSettings.from_env(given, model=str(model))
 
     def side_of(name: str) -> Once:
         without = WITHOUT_ENGINE.get(name)

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from redis import Redis
 
 from batchkv_producer.cli import cli
-from batchkv_producer.monitor.remaining import percent_done, seconds_left
+from batchkv_producer.monitor.remaining import percent_done, seconds_left, share_done
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.tables import (
@@ -255,6 +255,13 @@ def test_a_hundred_per_cent_is_all() -> None:
     assert percent_done(batch(total=1_000_000, ok=999_999)) == 99
     assert percent_done(batch(total=1_000_000, ok=1_000_000)) == 100
     assert percent_done(batch(total=100, ok=1)) == 1
+
+
+def test_a_batch_without_rows_is_not_done_to_a_hundred_per_cent() -> None:
+    """All lines of one were refused; those of another are still being checked."""
+    assert share_done(batch(total=0)) == "no rows"
+    assert share_done(batch(total=0, is_submitted=False)) == "0 %"
+    assert share_done(batch(total=4, ok=4)) == "100 %"
 
 
 def test_names_are_shortened_in_the_middle() -> None:

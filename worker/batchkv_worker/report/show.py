@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from batchkv_worker.report.results import Report, SchemeReport
 
+NOTE = "float is timed against itself, too: its ratios show how much times vary.\n"
 _NONE = "-"
 _WIDTH = 80  # of a table in plain columns
 _LEAST_WIDTH = 13  # of a column with names
@@ -26,7 +27,7 @@ def show(report: Report) -> None:
     """Write the report to standard output."""
     tables = [_bytes(report), _quality(report), _cost(report)]
     if not sys.stdout.isatty():
-        sys.stdout.write("\n".join([_heading(report), "", *map(_plain, tables), *_notes(report)]))
+        sys.stdout.write("\n".join([_heading(report), "", *map(_plain, tables), NOTE]))
         return
     # Imported here, because rich takes 50 ms and is not needed for a file.
     from rich.console import Console
@@ -41,8 +42,7 @@ def show(report: Report) -> None:
         for line in table.lines:
             drawn.add_row(*line)
         console.print(drawn)
-    for note in _notes(report):
-        console.print(note.rstrip("\n"), markup=False)
+    console.print(NOTE, markup=False, end="")
 
 
 def _heading(report: Report) -> str:
@@ -50,12 +50,6 @@ def _heading(report: Report) -> str:
         f"{report.model}: {report.layers}; {report.dtype} on {report.device}, MLX {report.mlx}\n"
         f"text: {report.text}, {report.text_tokens:,} tokens"
     )
-
-
-def _notes(report: Report) -> list[str]:
-    if all(scheme.scheme != "float" for scheme in report.schemes):
-        return []
-    return ["float was measured against itself, too: its ratios show how times vary here.\n"]
 
 
 def _bytes(report: Report) -> _Table:

@@ -46,23 +46,60 @@ def test_rows_are_read_and_written_where_an_array_says(dtype: mx.Dtype) -> None:
     assert found == [*reads, ("Scatter", mx.uint32), ("Scatter", dtype)]
 
 
-def test_all_are_computed_and_one_that_fails_is_told(
+class Failing:
+    """``mx.eval``, of which the calls with these numbers fail: no device here compiles kernels."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.computed: list[mx.Dtype] = []
+        self._numbers, self._real = numbers, mx.eval
+
+    def __call__(self, result: mx.array) -> None:
+        self.computed.append(result.dtype)
+        if len(self.computed) in self._numbers:
+            raise RuntimeError("There is no kernel named gather")
+        self._real(result)
+
+
+def test_one_that_fails_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No device here fails to compile one: the fault is put there."""
-    real, computed = mx.eval, list[mx.Dtype]()
-
-    def evaluated(result: mx.array) -> None:
-        computed.append(result.dtype)
-        if len(computed) == 2:
-            raise RuntimeError("Failed to compile kernel: gather_uint32_int32_1")
-        real(result)
-
-    monkeypatch.setattr(mx, "eval", evaluated)
+    monkeypatch.setattr(mx, "eval", failing := Failing(2, 3))
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
         mlx_kernels.compile_now(mx.bfloat16)
-    assert computed == [mx.int32, mx.uint32, mx.uint32, mx.bfloat16]
-    assert "reads or writes rows: Failed to compile kernel: gather_uint32_int32_1" in caplog.text
+    assert failing.computed == [mx.int32, mx.uint32, mx.uint32, mx.uint32, mx.bfloat16]
+    assert "reads or writes rows: There is no kernel named gather" in caplog.text
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_a_spoilt_file_is_compiled_anew(
+    is_chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """MLX writes in place and reads what is there. A folder that a user named is left as it is."""
+    if is_chosen:
+        mlx_kernels.keep_in(tmp_path, "sm_90")
+        folder = Path(os.environ[mlx_kernels.VARIABLE])
+    else:
+        monkeypatch.setenv(mlx_kernels.VARIABLE, str(folder := tmp_path))
+    for ending in (".ptx", ".txt"):
+        (folder / f"gather{ending}").write_text("half")
+    monkeypatch.setattr(mx, "eval", failing := Failing(1))
+    with caplog.at_level(logging.WARNING, "batchkv.engine"):
+        mlx_kernels.compile_now(mx.bfloat16)
+    assert len(failing.computed) == 5 and not caplog.text
+    assert [*folder.iterdir()] == [] if is_chosen else len([*folder.iterdir()]) == 2
+
+
+def test_code_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    """MLX writes a module's code, and then its names."""
+    folder = tmp_path / KERNELS / "mlx" / NAME
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / "whole.ptx").write_text("code")
+    (folder / "whole.txt").write_text("names")
+    (folder / "half.ptx").write_text("co")
+    for one in (tmp_path, tmp_path / KERNELS, folder.parent):
+        one.chmod(0o700)
+    mlx_kernels.keep_in(tmp_path, "sm_90")
+    assert sorted(file.name for file in folder.iterdir()) == ["whole.ptx", "whole.txt"]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("cuda", 1), ("metal", 0), ("cpu", 0)])
@@ -90,10 +127,11 @@ def test_code_is_kept_in_folders_of_this_user(tmp_path: Path) -> None:
 
     batchkv's own kernels are kept in the upper one, and are read only if it is this user's.
     """
-    mlx_kernels.keep_in(tmp_path / "home" / KERNELS, "sm_90")
-    folder = tmp_path / "home" / KERNELS / "mlx" / NAME
+    home = tmp_path / "home"
+    mlx_kernels.keep_in(home, "sm_90")
+    folder = home / KERNELS / "mlx" / NAME
     assert os.environ[mlx_kernels.VARIABLE] == str(folder)
-    for one in (folder, folder.parent, folder.parent.parent):
+    for one in (folder, folder.parent, home / KERNELS, home):
         assert stat.S_IMODE(one.stat().st_mode) == 0o700
 
 
@@ -105,20 +143,24 @@ def test_a_folder_that_the_environment_names_stays(
     assert os.environ[mlx_kernels.VARIABLE] == "/elsewhere" and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["", "mlx", f"mlx/{NAME}"])
+@pytest.mark.parametrize("place", ["", KERNELS, f"{KERNELS}/mlx", f"{KERNELS}/mlx/{NAME}"])
 def test_code_is_not_kept_where_others_may_write(
     place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It runs on the device, with all that this user computes there."""
-    (tmp_path / "mlx" / NAME).mkdir(parents=True)
-    (tmp_path / place).chmod(0o777)
     mlx_kernels.keep_in(tmp_path, "sm_90")
+    os.environ[mlx_kernels.VARIABLE] = ""
+    (tmp_path / place).chmod(0o777)
+    try:
+        mlx_kernels.keep_in(tmp_path, "sm_90")
+    finally:
+        (tmp_path / place).chmod(0o700)
     assert not os.environ[mlx_kernels.VARIABLE]
-    assert "others may write" in caplog.text
+    assert caplog.text.endswith(f"others may write {tmp_path / place}\n")
 
 
 def test_code_is_not_kept_where_no_folder_can_be_made(tmp_path: Path) -> None:
-    (tmp_path / "mlx").write_text("a file")
+    (tmp_path / KERNELS).write_text("a file")
     mlx_kernels.keep_in(tmp_path, "sm_90")
     assert not os.environ[mlx_kernels.VARIABLE]
 
@@ -142,5 +184,5 @@ def test_where_code_is_kept_changes_no_measurement(monkeypatch: pytest.MonkeyPat
     before = machine_facts("none")
     monkeypatch.setenv(mlx_kernels.VARIABLE, "/elsewhere")
     assert machine_facts("none") == before
-    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    monkeypatch.setenv("MLX_OF_THIS_TEST", "0")
     assert machine_facts("none") != before

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server.home import home_from_environment
-from batchkv_worker.kept_files import KERNELS
 from batchkv_worker.kv.backends import host_memory, mlx_kernels
 from batchkv_worker.kv.backends.launching import share_stream
 from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_limit
@@ -65,7 +64,7 @@ def _keep_kernels() -> None:
     except BatchkvError as fault:
         log.debug("MLX keeps its kernels where it would: %s", fault)
         return
-    mlx_kernels.keep_in(home / KERNELS, str(mx.device_info().get("architecture", "")))
+    mlx_kernels.keep_in(home, str(mx.device_info().get("architecture", "")))
 
 
 def kind() -> Kind:

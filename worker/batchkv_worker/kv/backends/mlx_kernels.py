@@ -1,8 +1,8 @@
 """The kernels that MLX itself compiles on CUDA, each when it is first used.
 
 Most kernels are in MLX's library. Those that read or write the rows that an array names are
-compiled for each dtype. Each took an H200 3.5 to 4.2 s, and a whole batch waited for it. So they
-are used once before there are rows.
+compiled for each dtype. Each took an H200 3.5 to 4.2 s, and a whole batch waited for it. So those
+that rows need when they come, move and leave are used once before there are rows.
 
 MLX keeps their code on disk: in the folder for temporary files, which a restart of the machine may
 empty, and where another user may have been first. Its files are named by neither version nor
@@ -18,48 +18,54 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from batchkv_worker.kept_files import is_ours
+from batchkv_worker.kept_files import KERNELS, is_ours, remove
 
 log = logging.getLogger("batchkv.engine")
 
 VARIABLE = "MLX_PTX_CACHE_DIR"
 FOLDER = "mlx"  # beside batchkv's own kernels
+_CODE, _NAMES = ".ptx", ".txt"  # of one module; MLX writes the names last
 _ROWS, _NUMBERS = 4, 64  # of an array on the device: few numbers are in the host's memory
 
 
-def keep_in(kernels: Path, architecture: str) -> None:
-    """Have MLX keep code in a folder of ``kernels``, unless the environment names another.
+def keep_in(home: Path, architecture: str) -> None:
+    """Have MLX keep code in a folder of ``home``, unless the environment names another.
 
     ``architecture`` is MLX's name for the device. This comes before MLX computes anything.
     """
     if os.environ.get(VARIABLE):
         return
-    folder = kernels / FOLDER / f"{mx.__version__}-{architecture}"
-    folders = kernels, folder.parent, folder
+    folder = home / KERNELS / FOLDER / f"{mx.__version__}-{architecture}"
     try:
-        for one in folders:
+        for one in (home, home / KERNELS, folder.parent, folder):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is that of the last alone
-        is_safe = all(is_ours(one.lstat()) for one in folders)
+            if not is_ours(one.lstat()):
+                log.warning("MLX's kernels are not kept in %s: others may write %s", folder, one)
+                return
+        _sweep(folder)
     except OSError as fault:
-        log.debug("MLX keeps its kernels where it would: %s", fault)
+        log.debug("MLX's kernels are not kept in %s: %s", folder, fault)
         return
-    if is_safe:
-        os.environ[VARIABLE] = str(folder)
-    else:
-        log.warning("others may write %s, so MLX keeps its kernels elsewhere", folder)
+    os.environ[VARIABLE] = str(folder)
 
 
 def compile_now(dtype: mx.Dtype) -> None:
     """Use each kernel once, for a model of ``dtype``. It takes milliseconds where they are kept.
 
-    One that does not compile is told: rows that need it would fail.
+    One that fails is compiled anew, for its file may be spoilt. What fails then is told: rows that
+    need it would fail, too.
     """
     begun = time.monotonic()
-    for result in first_uses(dtype):
+    for place in range(len(first_uses(dtype))):
         try:
-            mx.eval(result)
-        except RuntimeError as fault:
-            log.warning("MLX cannot compile a kernel that reads or writes rows: %s", fault)
+            mx.eval(first_uses(dtype)[place])
+        except RuntimeError as spoilt:
+            log.debug("a kernel of MLX's fails: %s", spoilt)
+            _forget()
+            try:
+                mx.eval(first_uses(dtype)[place])
+            except RuntimeError as fault:
+                log.warning("MLX has no kernel that reads or writes rows: %s", fault)
     log.debug("MLX's kernels for rows are there after %.1f s", time.monotonic() - begun)
 
 
@@ -81,3 +87,15 @@ def first_uses(dtype: mx.Dtype) -> list[mx.array]:
 
 def _lines(dtype: mx.Dtype) -> mx.array:
     return mx.zeros((_ROWS, _NUMBERS), dtype)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove code without names: its process was killed while it wrote."""
+    remove([file for file in folder.rglob(f"*{_CODE}") if not file.with_suffix(_NAMES).is_file()])
+
+
+def _forget() -> None:
+    """Remove all code, if the folder is one that ``keep_in`` chose."""
+    folder = Path(os.environ.get(VARIABLE, ""))
+    if folder.parent.parts[-2:] == (KERNELS, FOLDER):
+        remove([file for file in folder.rglob("*") if file.is_file()])
