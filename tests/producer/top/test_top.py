@@ -86,6 +86,11 @@ def test_a_frame_fits_its_terminal(width: int) -> None:
         assert not {"\x1b", "\u202e"} & set("".join(lines))
 
 
+def test_a_batch_whose_lines_were_refused_has_no_rows() -> None:
+    text = draw(view([batch(1, total=0)], []), Screen(100, 10)).plain
+    assert "no rows" in text and "100 %" not in text
+
+
 def test_nothing_to_show() -> None:
     """A server without batches and workers says how to start one."""
     text = draw(view([], []), Screen(80, 24)).plain

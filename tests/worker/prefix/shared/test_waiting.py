@@ -204,7 +204,8 @@ def test_waiting_for_a_network_is_free_while_other_rows_go_on(
     """The engine does not stand still while a row decodes: another one waits for its blocks."""
     monkeypatch.setattr(client, "IDLE_SECONDS", 0.0)
     with behind_a_network() as (tier, engine):
-        # Eight seconds of computing are saved: so long it may wait, and stand still for 0.1 s.
+        # Reading saves 8 s of computing, so that it pays on a slow machine, too. For these the
+        # engine may stand still for 0.1 s, which is less than this row waits.
         gate = engine.client._access.store.gate  # type: ignore[attr-defined]
         gate._seconds_per_token.value = 0.01
         gate.observe_load = lambda *_: None  # the time in which the tier is shut says nothing

@@ -24,7 +24,7 @@ log = logging.getLogger("batchkv.engine")
 
 VARIABLE = "MLX_PTX_CACHE_DIR"
 FOLDER = "mlx"  # beside batchkv's own kernels
-_CODE, _NAMES = ".ptx", ".txt"  # of one module; MLX writes the names last
+_SOURCE, _CODE, _NAMES = ".cu", ".ptx", ".txt"  # of one module; MLX writes the names after the code
 _ROWS, _NUMBERS = 4, 64  # of an array on the device: few numbers are in the host's memory
 
 
@@ -95,7 +95,8 @@ def _sweep(folder: Path) -> None:
 
 
 def _forget() -> None:
-    """Remove all code, if the folder is one that ``keep_in`` chose."""
+    """Remove MLX's files, if the folder is one that ``keep_in`` chose."""
     folder = Path(os.environ.get(VARIABLE, ""))
     if folder.parent.parts[-2:] == (KERNELS, FOLDER):
-        remove([file for file in folder.rglob("*") if file.is_file()])
+        endings = _SOURCE, _CODE, _NAMES
+        remove([file for file in folder.rglob("*") if file.suffix in endings])
