@@ -58,10 +58,10 @@ def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bo
     with ExitStack() as stack:
         pools = {}
         for name, num_workers in POOLS.items():
-            pool = Product(lines, model, devices, folder / "measured", has_tier=name == "tier")
+            pool = Product(lines, model, devices, folder / "kept", has_tier=name == "tier")
             pools[name] = stack.enter_context(pool)
             pool.start(num_workers)
-            pool.keep_measured()
+            pool.keep()
         for turn in range(args.repeats + 1):
             for workload in args.workload:
                 rows = rows_of(workload, turn, args)

@@ -54,7 +54,6 @@ from product_queue import (
     told,
 )
 
-from batchkv_worker.kv.backends.measurements import FOLDER as MEASURED
 from batchkv_worker.trace import DECODE, IDLE, PREFILL, PREPARE, REDIS, START, STORE
 
 ALONE = ("engine", "mlx", "floor")
@@ -94,9 +93,8 @@ class Bench:
         self._args = args
         self._folder = folder
         settings = settings_of(args)
-        home = folder / "home"  # of the sides without a queue; what it measures serves all
-        self._measured = home / MEASURED
-        environment = environment_of(settings) | {"BATCHKV_HOME": str(home)}
+        self._home = folder / "home"  # of the sides without a queue; all use what it keeps
+        environment = environment_of(settings) | {"BATCHKV_HOME": str(self._home)}
         if args.devices:  # the sides without a queue, too, whose measurements serve all
             environment["CUDA_VISIBLE_DEVICES"] = args.devices.split(",")[0]
         self._lines = Lines(environment, time.monotonic() + args.seconds_limit)
@@ -162,7 +160,7 @@ class Bench:
             self._lines,
             model,
             devices,
-            self._measured,
+            self._home,
             is_observed=is_observed,
             has_tier=side.startswith(TIERED),
         )

@@ -25,6 +25,7 @@ from redis import Redis
 from batchkv_producer import Client
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
+from batchkv_worker.kept_files import KERNELS
 from batchkv_worker.kv.backends.measurements import FOLDER as MEASURED
 from batchkv_worker.trace import END, ENGINE, LOAD, MEASURE, REDIS, START
 
@@ -137,7 +138,7 @@ def _host_mb() -> float:
 class Product:
     """A home with its server, for one measurement.
 
-    What workers measured at start is copied from and to ``measured``, so that later homes have it
+    What workers measured and compiled is copied from and to ``kept``, so that later homes have it
     as a user's second command does. ``has_tier``: the workers share blocks in one more server.
     """
 
@@ -146,7 +147,7 @@ class Product:
         lines: Lines,
         model: Path,
         devices: Sequence[str],
-        measured: Path,
+        kept: Path,
         *,
         is_observed: bool = False,
         has_tier: bool = False,
@@ -157,13 +158,12 @@ class Product:
         self._devices = devices
         self._home = Path(tempfile.mkdtemp(prefix="bkv-home-", dir="/tmp"))
         self._environment = {**lines.environment, "BATCHKV_HOME": str(self._home)}
-        self._measured = measured
+        self._kept = kept
         self._tier = Home(self._home / "tier") if has_tier else None
         self._workers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        if self._measured.exists():
-            shutil.copytree(self._measured, self._home / MEASURED)
+        _copy_kept(self._kept, self._home)
         self._connection = Redis.from_url(server.ensure_running(Home(self._home)))
         self._client = Client(self._connection)
         if self._tier is not None:
@@ -181,13 +181,12 @@ class Product:
         server.stop(Home(self._home))
         if self._tier is not None:
             server.stop(self._tier)
-        self.keep_measured()
+        self.keep()
         shutil.rmtree(self._home, ignore_errors=True)
 
-    def keep_measured(self) -> None:
-        """Copy what workers measured, for homes to come."""
-        if (self._home / MEASURED).exists():
-            shutil.copytree(self._home / MEASURED, self._measured, dirs_exist_ok=True)
+    def keep(self) -> None:
+        """Copy what workers measured and compiled, for homes to come."""
+        _copy_kept(self._home, self._kept)
 
     def run(self, file: Path) -> Figures:
         """``batchkv run``, timed from its first row to its last."""
@@ -314,6 +313,13 @@ class Product:
             **{"generated": status.completion_tokens, "cached": status.cached_tokens},
             **watch.found,
         }
+
+
+def _copy_kept(home: Path, other: Path) -> None:
+    """Copy the folders of a home that later commands use."""
+    for name in (MEASURED, KERNELS):
+        if (home / name).exists():
+            shutil.copytree(home / name, other / name, dirs_exist_ok=True)
 
 
 def events_of(file: Path) -> list[Event]:
