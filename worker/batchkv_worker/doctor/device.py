@@ -103,8 +103,12 @@ def products_verdict() -> Verdict:
 def quantization_verdict() -> Verdict:
     """8 and 4 bits: packed, unpacked, and multiplied while packed."""
     from batchkv_worker.doctor.arithmetic import compare_quantized
+    from batchkv_worker.kv.backends import device
 
-    return judge_compared([each for bits in (8, 4) for each in compare_quantized(bits)])
+    compiles = device.kind() == "cuda"
+    return judge_compared(
+        [each for bits in (8, 4) for each in compare_quantized(bits, compiles=compiles)]
+    )
 
 
 def sorting_verdict() -> Verdict:

@@ -93,7 +93,7 @@ class _Builder:
             is_careful=True,
             before_reading=self._early.begin,
         )
-        self._early.end_warm_up()
+        self._early.end_warm_up(loading.report)
         self.adapters: tuple[LoadedAdapter, ...] = ()
         if files:
             from batchkv_worker.model.adapters import load_all

@@ -46,6 +46,16 @@ class Softmax(Protocol):
         """
 
 
+class Early(Protocol):
+    """What is done for a model while its weights are read."""
+
+    def wait(self, report: Callable[[str], object]) -> None:
+        """Until it is done; ``report`` gets what is waited for, if it is."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class Pacing(Protocol):
     """How far the host runs ahead of the device while one group of prompts is computed."""
 
@@ -284,6 +294,12 @@ class Backend(Protocol):
 
     def begin_step(self, offsets: mx.array) -> None:
         """A decode step begins; its tokens have the positions ``offsets`` (int32, ``[rows]``)."""
+
+    def compile_early(self, model: Any, dtype: mx.Dtype) -> Early | None:
+        """Begin to compile what rows of ``model`` would wait for, beside this process.
+
+        Its weights need not be read yet. None: nothing is missing.
+        """
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         """The changes to make to ``model``, for steps of up to ``rows`` rows. Makes none yet."""

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server.home import home_from_environment
-from batchkv_worker.kv.backends import host_memory, mlx_kernels
+from batchkv_worker.kv.backends import host_memory, mlx_kernels, packed_products
 from batchkv_worker.kv.backends.launching import share_stream
 from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_limit
 
@@ -28,8 +28,9 @@ def prepare_device(*, wired_limit: bool) -> None:
     waits for running work before it starts more. On CUDA, MLX's own limits stay: no other program
     needs that memory, and to allocate freed memory again costs much.
 
-    On CUDA the calling thread gets another default stream, which other threads may use, too, and
-    MLX keeps its kernels in the home folder. So this comes before anything is computed.
+    On CUDA the calling thread gets another default stream, which other threads may use, too. MLX
+    keeps its kernels in the home folder, and multiplies all rows with packed weights at once. So
+    this comes before anything is computed.
 
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
@@ -37,6 +38,7 @@ def prepare_device(*, wired_limit: bool) -> None:
     log.info("device: %s", name())
     if kind() == "cuda":
         _keep_kernels()
+        packed_products.join_rows()
         share_stream()
     recommended = _metal_bytes("max_recommended_working_set_size")
     if not recommended:

@@ -12,6 +12,7 @@ from batchkv_worker.kv.backends.contract import (
     Change,
     ChunkKernels,
     DrawKernel,
+    Early,
     Pacing,
     RecordKernels,
     Softmax,
@@ -85,6 +86,9 @@ class GenericBackend:
 
     def begin_step(self, offsets: mx.array) -> None:
         """Does nothing: this backend keeps no state of a step."""
+
+    def compile_early(self, model: Any, dtype: mx.Dtype) -> Early | None:
+        return None
 
     def changes(self, model: Any, dtype: mx.Dtype, rows: int) -> Sequence[Change]:
         return ()

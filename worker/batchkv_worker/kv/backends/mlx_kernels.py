@@ -24,6 +24,7 @@ log = logging.getLogger("batchkv.engine")
 
 VARIABLE = "MLX_PTX_CACHE_DIR"
 FOLDER = "mlx"  # beside batchkv's own kernels
+MARK = ".done"  # of an empty file that says that MLX has compiled something
 _SOURCE, _CODE, _NAMES = ".cu", ".ptx", ".txt"  # of one module; MLX writes the names after the code
 _ROWS, _NUMBERS = 4, 64  # of an array on the device: few numbers are in the host's memory
 
@@ -98,5 +99,5 @@ def _forget() -> None:
     """Remove MLX's files, if the folder is one that ``keep_in`` chose."""
     folder = Path(os.environ.get(VARIABLE, ""))
     if folder.parent.parts[-2:] == (KERNELS, FOLDER):
-        endings = _SOURCE, _CODE, _NAMES
+        endings = _SOURCE, _CODE, _NAMES, MARK
         remove([file for file in folder.rglob("*") if file.suffix in endings])

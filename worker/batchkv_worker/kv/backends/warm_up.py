@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends.contract import Backend
+from batchkv_worker.kv.backends.contract import Backend, Early
 from batchkv_worker.kv.backends.launching import Beside, Launches, choose
 
 log = logging.getLogger("batchkv.engine")
@@ -105,15 +105,21 @@ class EarlyLaunches:
     """What launches for a worker's first engine, before that is built.
 
     It is there only where the ``backend`` wants a thread for it and the model's attention is known.
-    All calls come from the engine's thread, whose default stream the other one gets.
+    All calls come from the engine's thread, whose default stream the other one gets. What the
+    backend compiles early begins and ends with it.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._launches: Beside | None = None
+        self._compiled: Early | None = None
 
     def begin(self, model: Any, dtype: mx.Dtype) -> None:
         """Start the thread. The weights of ``dtype`` are read next. This raises nothing."""
+        try:
+            self._compiled = self._backend.compile_early(model, dtype)
+        except Exception as fault:  # noqa: BLE001 - rows can wait for it
+            log.warning("MLX compiles no products with packed weights before rows come: %s", fault)
         if not self._backend.launches_beside:
             return
         try:
@@ -125,10 +131,15 @@ class EarlyLaunches:
         except Exception as fault:  # noqa: BLE001 - a start does without it
             log.debug("nothing is launched before the weights are read: %s", fault)
 
-    def end_warm_up(self) -> None:
-        """The weights are there, and choices are measured next: nothing else may compute."""
+    def end_warm_up(self, report: Callable[[str], object]) -> None:
+        """The weights are there, and choices are measured next: nothing else may compute.
+
+        ``report`` gets what takes long here.
+        """
         if self._launches is not None:
             self._launches.end_warm_up()
+        if self._compiled is not None:
+            self._compiled.wait(report)
 
     def take(self, *, is_wanted: bool) -> Launches | None:
         """The launches, if they are there, for an engine that closes them. Else they end."""
@@ -138,7 +149,9 @@ class EarlyLaunches:
         return launches
 
     def close(self) -> None:
-        """End the thread if no engine has taken it."""
+        """End the thread if no engine has taken it, and what is compiled."""
+        if self._compiled is not None:
+            self._compiled.close()
         launches, self._launches = self._launches, None
         if launches is not None:
             launches.close()
