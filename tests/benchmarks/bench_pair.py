@@ -3,13 +3,14 @@
     python tests/benchmarks/bench_pair.py --shape 4b --devices 0,1 [--out FILE]
     python tests/benchmarks/bench_pair.py --quick
 
-Three pools, each with a server of its own, stay up while rows of a workload are computed by one
-after the other, in turns: ``one`` worker, ``two`` workers, and ``tier``, two workers that share
-blocks in one more server. All settings are the defaults but for those of ``--set``. Each turn has
-other rows, the same for all pools: ``shared`` are 27 groups of 40 rows behind examples of their
-own, ``gsm8k`` the file's rows behind its eight examples and a word that only this turn has. Timed
-is from the moment at which the first row is running to the one at which the last has ended. The
-first turn is not counted. Exit code 1 when rows are missing, failed or too short.
+Three pools, each with a server of its own, compute the rows of a workload in turns: ``one`` worker,
+``two`` workers, and ``tier``, two workers that share blocks in one more server. A pool is started
+for each measurement, computes other rows of the same kind untimed, and ends: a GPU has one worker
+at a time, for MLX takes most of its memory. All settings are the defaults but for those of
+``--set``. Each turn has other rows, the same for all pools: ``shared`` are 27 groups of 40 rows
+behind examples of their own, ``gsm8k`` the file's rows behind its eight examples and a word that
+only this turn has. Timed is from the moment at which the first row is running to the one at which
+the last has ended. Exit code 1 when rows are missing, failed or too short.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from product_queue import Lines, Product, TooLong, made_model
 POOLS = {"one": 1, "two": 2, "tier": 2}
 RATIOS = (("one", "two"), ("tier", "two"))
 WORKLOADS = ("shared", "gsm8k")
+BEFORE = 1000  # the turn whose rows come before the others
 
 
 def rows_of(workload: str, turn: int, args: argparse.Namespace) -> list[parts.Line]:
@@ -55,30 +56,30 @@ def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bo
     devices = args.devices.split(",") if args.devices else []
     found |= {"shape": args.shape, "settings": settings, "workloads": {}}
     is_good = True
-    with ExitStack() as stack:
-        pools = {}
-        for name, num_workers in POOLS.items():
-            pool = Product(lines, model, devices, folder / "kept", has_tier=name == "tier")
-            pools[name] = stack.enter_context(pool)
-            pool.start(num_workers)
-            pool.keep()
-        for turn in range(args.repeats + 1):
-            for workload in args.workload:
-                rows = rows_of(workload, turn, args)
-                file = folder / f"{workload}-{turn}.jsonl"
-                parts.write(file, rows)
-                generated = sum(row["body"]["max_tokens"] for row in rows)
-                for name in list(pools)[:: -1 if turn % 2 else 1]:
-                    once = pools[name].compute(file)
-                    is_good &= once["generated"] == generated
-                    note = "" if turn else " (not counted)"
-                    print(f"  {workload} {name:<5}{once['seconds']:>8.2f} s{note}", flush=True)
-                    known = found["workloads"].setdefault(workload, {}).setdefault(name, [])
-                    if turn:
-                        known.append({**once, "rows": len(rows)})
-                    if args.out:
-                        args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    for workload in args.workload:
+        pools = found["workloads"].setdefault(workload, {name: [] for name in POOLS})
+        before = written(folder, workload, BEFORE, args)[0]
+        for turn in range(args.repeats):
+            file, rows, generated = written(folder, workload, turn, args)
+            for name in list(POOLS)[:: -1 if turn % 2 else 1]:
+                has_tier = name == "tier"
+                with Product(lines, model, devices, folder / "kept", has_tier=has_tier) as pool:
+                    once = pool.serve(file, before, POOLS[name])
+                is_good &= once["generated"] == generated
+                print(f"  {workload} {name:<5}{once['seconds']:>8.2f} s", flush=True)
+                pools[name].append({**once, "rows": rows})
+                if args.out:
+                    args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return is_good
+
+
+def written(
+    folder: Path, workload: str, turn: int, args: argparse.Namespace
+) -> tuple[Path, int, int]:
+    """The file of a turn's rows, how many they are, and how many tokens they generate."""
+    rows, file = rows_of(workload, turn, args), folder / f"{workload}-{turn}.jsonl"
+    parts.write(file, rows)
+    return file, len(rows), sum(row["body"]["max_tokens"] for row in rows)
 
 
 def table(workload: str, pools: dict[str, list[dict[str, Any]]]) -> list[str]:

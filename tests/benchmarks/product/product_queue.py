@@ -181,12 +181,8 @@ class Product:
         server.stop(Home(self._home))
         if self._tier is not None:
             server.stop(self._tier)
-        self.keep()
-        shutil.rmtree(self._home, ignore_errors=True)
-
-    def keep(self) -> None:
-        """Copy what workers measured and compiled, for homes to come."""
         _copy_kept(self._home, self._kept)
+        shutil.rmtree(self._home, ignore_errors=True)
 
     def run(self, file: Path) -> Figures:
         """``batchkv run``, timed from its first row to its last."""
