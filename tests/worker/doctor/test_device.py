@@ -17,7 +17,13 @@ from batchkv_worker.doctor.arithmetic import (
     compare_sorting,
     largest_error,
 )
-from batchkv_worker.doctor.device import device_verdict, judge_compared, judge_speed
+from batchkv_worker.doctor.device import (
+    device_verdict,
+    judge_compared,
+    judge_speed,
+    quantization_verdict,
+)
+from batchkv_worker.kv.backends import device as backend_device
 
 Fault = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -111,6 +117,25 @@ def test_a_kernel_that_is_missing_is_no_fault(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(mx, "quantized_matmul", refuse)
     assert all(each.is_good for each in compare_quantized(8))
+
+
+def test_cuda_is_not_asked_for_what_it_compiles_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of few rows with keys are in MLX's library. Each other one takes 23 s and more."""
+    asked = []
+    right = mx.quantized_matmul
+
+    def noting(x: mx.array, *parts: mx.array, **named: Any) -> mx.array:
+        asked.append((x.shape[0], named["transpose"]))
+        return right(x, *parts, **named)
+
+    monkeypatch.setattr(mx, "quantized_matmul", noting)
+    monkeypatch.setattr(backend_device, "kind", lambda: "cuda")
+    assert quantization_verdict().level == "ok"
+    assert sorted(set(asked)) == [(1, True), (4, True)]
+    asked.clear()
+    monkeypatch.setattr(backend_device, "kind", lambda: "metal")
+    assert quantization_verdict().level == "ok"
+    assert set(asked) >= {(33, True), (33, False), (1, False)}
 
 
 def test_differences_are_shares_of_the_largest_number() -> None:

@@ -20,7 +20,7 @@ def load_model(
     """
     prepare_device(wired_limit=False)
     facts = read_facts(None)  # before the model takes its own
-    loaded = load(name, dtype)
+    loaded = load(name, dtype, before_reading=choose_backend().unpack_weights)
     memory_bytes = choose_memory(
         *(name, facts, loaded.weight_bytes, loaded.caches, scheme, loaded.dtype, None)
     )

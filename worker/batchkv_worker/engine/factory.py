@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchkv_worker.engine import open_files
 from batchkv_worker.kv.backends import blas
@@ -16,6 +16,8 @@ from batchkv_worker.model import load_progress as loading
 from batchkv_worker.trace import ENGINE, LOAD, MEASURE
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from batchkv_worker.engine.engine import Engine
     from batchkv_worker.events import EngineLike
     from batchkv_worker.model.adapter_files import AdapterFiles
@@ -73,7 +75,8 @@ class _Builder:
         self.access = replace(access, outlives_engine=bool(files)) if access else None
         prepare_device(wired_limit=settings.wired_limit)
         self._facts = read_facts(settings.cache)  # before the model takes its own
-        self._early = EarlyLaunches(choose_backend())  # after the default stream was chosen
+        self._device = choose_backend()  # after the default stream was chosen
+        self._early = EarlyLaunches(self._device)
         try:
             self._load(files, blas_name, measures_anew=measures_anew)
         except BaseException:
@@ -91,7 +94,7 @@ class _Builder:
         loaded = self.loaded = load(
             *(settings.model, settings.dtype),
             is_careful=True,
-            before_reading=self._early.begin,
+            before_reading=self._before_reading,
         )
         self._early.end_warm_up(loading.report)
         self.adapters: tuple[LoadedAdapter, ...] = ()
@@ -111,6 +114,10 @@ class _Builder:
             *(settings.model, self._facts, held, loaded.caches, scheme),
             *(loaded.dtype, settings.memory_bytes),
         )
+
+    def _before_reading(self, model: Any, dtype: mx.Dtype) -> None:
+        self._device.unpack_weights(model, dtype)
+        self._early.begin(model, dtype)
 
     def engine(self, loaded: LoadedModel) -> Engine:
         """An engine of the model as it is now, with an adapter or without."""

@@ -90,13 +90,14 @@ def load(
     dtype: str = "auto",
     *,
     is_careful: bool = False,
-    before_reading: Callable[[Any, mx.Dtype], None] | None = None,
+    before_reading: Callable[[Any, mx.Dtype], object] | None = None,
 ) -> LoadedModel:
     """Load ``name``; raises ModelError with the reason if it cannot be served.
 
     ``dtype`` "auto" is float32 on a CPU, where half precision is slow, else the weights' own.
     ``is_careful``: another process first tries the tokenizer and the chat template (``trial``).
-    ``before_reading`` gets the model and its dtype before its weights are read.
+    ``before_reading`` gets the model and its dtype before its weights are read. It may replace
+    layers.
     """
     loading.report("loading")
     path = _find(name)
@@ -115,6 +116,7 @@ def load(
         kind = _float_dtype(weights)
         if before_reading is not None:
             before_reading(model, kind)
+            weights = [array for _, array in tree_flatten(model.parameters())]
         _read(weights)
     except ModelError:
         raise

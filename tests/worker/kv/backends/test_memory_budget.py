@@ -12,6 +12,7 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,11 +276,54 @@ def test_mlx_is_limited_on_metal(
 
 
 def test_mlx_keeps_its_own_limits_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's memory is no other program's; a CPU has no pool."""
+    """A CPU has no pool."""
     for name in ("set_cache_limit", "set_memory_limit", "set_wired_limit"):
         monkeypatch.setattr(mx, name, lambda _, name=name: pytest.fail(name))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     device.prepare_device(wired_limit=True)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """What a GPU tells of its memory, which a test changes."""
+    told = {"total_memory": 80 * GIB, "free_memory": 79 * GIB}
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
+    monkeypatch.setattr(device, "share_stream", lambda: None)
+    monkeypatch.setattr(device, "_keep_kernels", lambda: None)
+    monkeypatch.setattr(mx, "quantized_matmul", mx.quantized_matmul)  # restored afterwards
+    monkeypatch.setattr(mx, "device_info", lambda *_: told)
+    device._free_at_first.cache_clear()
+    yield told
+    device._free_at_first.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"), [(79, None), (72, None), (71, 71), (20, 20), (0, None), (None, None)]
+)
+def test_a_gpu_that_others_use_is_shared(
+    free: int | None,
+    expected: int | None,
+    cuda: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The budget and MLX's limit follow from what is free, if others have more than a tenth.
+
+    A device that does not say what is free counts as this worker's alone. What the worker's own
+    models take later changes nothing.
+    """
+    limits: list[int] = []
+    monkeypatch.setattr(mx, "set_memory_limit", limits.append)
+    if free is None:
+        del cuda["free_memory"]
+    else:
+        cuda["free_memory"] = free * GIB
+    with caplog.at_level(logging.INFO, "batchkv.device"):
+        device.prepare_device(wired_limit=False)
+    cuda["free_memory"] = GIB
+    assert device.memory_facts().recommended == (expected or 80) * GIB
+    assert limits == ([] if expected is None else [int(expected * GIB * 0.95)])
+    assert ("other programs use" in caplog.text) == (expected is not None)
 
 
 @pytest.mark.parametrize(("kind", "num_shared"), [("cuda", 1), ("metal", 0), ("cpu", 0)])
@@ -291,6 +335,7 @@ def test_cuda_lets_another_thread_launch_steps(
     monkeypatch.setattr(device, "kind", lambda: kind)
     monkeypatch.setattr(device, "share_stream", lambda: shared.append(1))
     monkeypatch.setattr(device, "_keep_kernels", lambda: None)
+    monkeypatch.setattr(mx, "quantized_matmul", mx.quantized_matmul)  # restored afterwards
     device.prepare_device(wired_limit=False)
     assert len(shared) == num_shared
     assert CudaBackend().launches_beside and not MetalBackend().launches_beside

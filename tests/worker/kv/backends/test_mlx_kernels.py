@@ -174,6 +174,7 @@ def test_a_start_on_cuda_keeps_it_in_the_home_folder(
     monkeypatch.setattr(device, "share_stream", lambda: None)
     told: dict[str, Any] = {"architecture": "sm_90"}
     monkeypatch.setattr(mx, "device_info", lambda *_: told)
+    monkeypatch.setattr(mx, "quantized_matmul", mx.quantized_matmul)  # restored afterwards
     device.prepare_device(wired_limit=False)
     named = os.environ[mlx_kernels.VARIABLE]
     assert named == (str(tmp_path / KERNELS / "mlx" / NAME) if is_kept else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import cache
 
 import mlx.core as mx
 
@@ -16,6 +17,8 @@ from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_lim
 log = logging.getLogger("batchkv.device")
 
 _CPU_SHARE = 0.5  # of the machine's memory, when keys and values live in it
+_ALONE_SHARE = 0.9  # of a GPU's memory: where more is free, no other program counts
+_FREE_SHARE = 0.95  # of what others leave, that MLX may use
 _DRAIN_ATTEMPTS = 16
 _CLEAN_ROUNDS = 2  # without an error, after which the device has nothing left to report
 
@@ -29,8 +32,8 @@ def prepare_device(*, wired_limit: bool) -> None:
     needs that memory, and to allocate freed memory again costs much.
 
     On CUDA the calling thread gets another default stream, which other threads may use, too. MLX
-    keeps its kernels in the home folder, and multiplies all rows with packed weights at once. So
-    this comes before anything is computed.
+    keeps its kernels in the home folder, multiplies all rows with packed weights at once, and
+    leaves other programs their memory. So this comes before anything is computed.
 
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
@@ -39,6 +42,7 @@ def prepare_device(*, wired_limit: bool) -> None:
     if kind() == "cuda":
         _keep_kernels()
         packed_products.join_rows()
+        _leave_memory()
         share_stream()
     recommended = _metal_bytes("max_recommended_working_set_size")
     if not recommended:
@@ -69,6 +73,16 @@ def _keep_kernels() -> None:
     mlx_kernels.keep_in(home, str(mx.device_info().get("architecture", "")))
 
 
+def _leave_memory() -> None:
+    """Leave other programs what they use of the device's memory. MLX's own limit counts none."""
+    if (free := free_bytes()) < (total := _total_bytes()):
+        mx.set_memory_limit(int(free * _FREE_SHARE))
+        log.info(
+            "other programs use %.1f GB of the device's memory: MLX may use %.1f GB",
+            *((total - free) / 2**30, free * _FREE_SHARE / 2**30),
+        )
+
+
 def kind() -> Kind:
     """The kind of device that MLX computes on by default."""
     if mx.default_device() == mx.Device(mx.cpu):
@@ -92,12 +106,14 @@ def memory_facts(tier_bytes: int = 0) -> MemoryFacts:
     ``tier_bytes`` is the limit of the worker's cache tier in memory.
     """
     which, ram = kind(), _ram_bytes()
-    if which != "metal":
-        return MemoryFacts(which, ram, _recommended_bytes())
+    if which == "cpu":
+        return MemoryFacts(which, ram, int(ram * _CPU_SHARE))
+    if which == "cuda":
+        return MemoryFacts(which, ram, free_bytes())
     return MemoryFacts(
         which,
         ram,
-        _recommended_bytes(),
+        _total_bytes(),
         wired=host_memory.wired_bytes(),
         hub=host_memory.hub_bytes(host_memory.job_folders()),
         tier=tier_bytes,
@@ -137,10 +153,28 @@ def _metal_bytes(key: str) -> int:
     return int(mx.device_info(mx.gpu).get(key, 0)) if mx.metal.is_available() else 0
 
 
-def _recommended_bytes() -> int:
-    if kind() != "cpu":
-        info = mx.device_info()
-        for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-            if isinstance(info.get(key), int) and info[key] > 0:
-                return int(info[key])
+def free_bytes() -> int:
+    """Bytes of the device's memory that other programs leave; all, if they use less than a tenth.
+
+    Small programs come and go, and the budget should not.
+    """
+    free, total = _free_at_first(), _total_bytes()
+    return free if 0 < free < _ALONE_SHARE * total else total
+
+
+@cache
+def _free_at_first() -> int:
+    """What is free when this process first asks: later, its own models have taken some.
+
+    0 where the device does not say.
+    """
+    free = mx.device_info().get("free_memory")
+    return free if isinstance(free, int) else 0
+
+
+def _total_bytes() -> int:
+    info = mx.device_info()
+    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if isinstance(info.get(key), int) and info[key] > 0:
+            return int(info[key])
     return int(_ram_bytes() * _CPU_SHARE)

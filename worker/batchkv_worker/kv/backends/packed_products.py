@@ -59,14 +59,19 @@ def products_of(model: Any, dtype: mx.Dtype) -> list[PackedProduct]:
     for module in model.modules():
         if not isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
             continue
-        outputs, words = module.weight.shape
-        inputs = words * _WORD_BITS // module.bits
+        outputs, inputs = size_of(module)
         kind = module.mode, module.bits, module.group_size
         product = PackedProduct(name, *kind, inputs, outputs)
         known = found.setdefault(product.kernel, product)
         if inputs * outputs < known.inputs * known.outputs:
             found[product.kernel] = product
     return [*found.values()]
+
+
+def size_of(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of a layer with packed weights."""
+    outputs, words = module.weight.shape
+    return int(outputs), int(words) * _WORD_BITS // int(module.bits)
 
 
 def join_rows() -> None:

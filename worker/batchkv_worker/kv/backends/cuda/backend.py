@@ -7,8 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Early, Pacing, RecordKernels
-from batchkv_worker.kv.backends.cuda import early_products
+from batchkv_worker.kv.backends.cuda import dense_weights, early_products
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.pacing import LayersAhead
@@ -71,6 +72,9 @@ class CudaBackend(GpuBackend):
         more = rounded_length(length) - length if length == columns else 0
         is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
         return (padded, more) if padded > rows and is_small else (rows, 0)
+
+    def unpack_weights(self, model: Any, dtype: mx.Dtype) -> int:
+        return dense_weights.unpack(model, dtype, device.free_bytes() // 2)
 
     def compile_early(self, model: Any, dtype: mx.Dtype) -> Early | None:
         return early_products.begin(model, dtype)
