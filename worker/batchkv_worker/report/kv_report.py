@@ -55,7 +55,7 @@ def report(
     called, text = read_text(text_file)  # before a download of the model
     device.prepare_device(wired_limit=False)
     note(f"loading {model}")
-    loaded = load(model, dtype)
+    loaded = load(model, dtype, before_reading=choose_backend().unpack_weights)
     tokens = [int(token) for token in loaded.tokenizer.encode(text)]
     return measure(loaded, schemes, called, tokens, extent, note)
 

@@ -28,12 +28,12 @@ def prepare_device(*, wired_limit: bool) -> None:
 
     By default MLX on Metal keeps most of a Mac's memory once it was used. So the memory that it
     keeps after it was freed gets a limit. And when more is in use than the device recommends, MLX
-    waits for running work before it starts more. On CUDA, MLX's own limits stay: no other program
-    needs that memory, and to allocate freed memory again costs much.
+    waits for running work before it starts more. On CUDA, MLX's own limits stay where no other
+    program uses the device: to allocate freed memory again costs much.
 
     On CUDA the calling thread gets another default stream, which other threads may use, too. MLX
-    keeps its kernels in the home folder, multiplies all rows with packed weights at once, and
-    leaves other programs their memory. So this comes before anything is computed.
+    keeps its kernels in the home folder, and multiplies all rows with packed weights at once. So
+    this comes before anything is computed.
 
     Wiring is off by default: kernel panics under continuous batching were reported with it and
     none without.
