@@ -199,22 +199,24 @@ class Product:
     def serve(self, file: Path, before: Path | None, num_workers: int) -> Figures:
         """So many workers, all ready; then ``submit`` and ``wait``, timed in the same way."""
         begun = time.monotonic()
-        self.start(num_workers)
+        logs = self.start(num_workers)
         ready = time.monotonic()
         if before is not None:
             self._submit_and_wait(before)
         found = self.compute(file)
+        self._check_workers(logs)  # the others would have done the work of one that ended
         found["start_seconds"] = ready - begun
         self.end()
         traces = [self._home / f"trace-{number}.json" for number in range(num_workers)]
         return self._with_shares(found, traces)
 
-    def start(self, num_workers: int) -> None:
-        """Start so many workers, and wait until all are ready."""
+    def start(self, num_workers: int) -> list[Path]:
+        """Start so many workers, and wait until all are ready. Returns their logs."""
         logs = [self._start_worker(number) for number in range(num_workers)]
         while not all(READY in log.read_text("utf-8", "replace") for log in logs):
             self._check_workers(logs)
             time.sleep(0.1)
+        return logs
 
     def compute(self, file: Path) -> Figures:
         """``submit`` and ``wait``, timed from the first row to the last.
