@@ -115,7 +115,7 @@ def main() -> int:
     found: dict[str, Any] = {"workloads": {}}
     try:
         is_good = measure(args, folder, found)
-    except TooLong as fault:
+    except (TooLong, RuntimeError) as fault:
         is_good = False
         print(f"ended before all was measured: {fault}")
     finally:
