@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from batchkv_worker.cli import kv_report_command, scheme_names
 from batchkv_worker.errors import ModelError, SettingsError
 from batchkv_worker.kv.attention.paths import Path as AttentionPath
 from batchkv_worker.kv.backends import timing
+from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.layers.discover import CacheTree
 from batchkv_worker.kv.start.decision import Fixed
 from batchkv_worker.kv.start.plan import KvPlan, make_plan
@@ -51,12 +53,23 @@ def report_of(family: str, *schemes: str) -> Report:
 
 
 def test_memory_is_limited_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Mac, MLX would keep most of the machine's memory, as in a worker without limits."""
-    limited: list[bool] = []
+    """On a Mac, MLX would keep most of the machine's memory, as in a worker without limits.
 
-    def load(name: str, dtype: str) -> Any:
+    Weights are unpacked where a worker unpacks them.
+    """
+    limited: list[bool] = []
+    unpacked: list[Any] = []
+
+    def load(name: str, dtype: str, *, before_reading: Callable[..., object]) -> Any:
         assert limited == [False]
+        before_reading(name, mx.float32)
         raise ModelError("far enough")
+
+    def unpack(_: object, model: Any, dtype: mx.Dtype) -> int:
+        unpacked.append((model, dtype))
+        return 0
+
+    monkeypatch.setattr(GenericBackend, "unpack_weights", unpack)
 
     monkeypatch.setattr(
         kv_report.device, "prepare_device", lambda *, wired_limit: limited.append(wired_limit)
@@ -64,6 +77,7 @@ def test_memory_is_limited_before_the_model_is_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kv_report, "load", load)
     with pytest.raises(ModelError, match="far enough"):
         kv_report.report("m", ["affine8"], None, "auto", SMALL, lambda _: None)
+    assert unpacked == [("m", mx.float32)]
 
 
 def command(*arguments: str) -> Result:

@@ -17,7 +17,7 @@ from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_lim
 log = logging.getLogger("batchkv.device")
 
 _CPU_SHARE = 0.5  # of the machine's memory, when keys and values live in it
-_ALONE_SHARE = 0.9  # of a GPU's memory: where more is free, no other program counts
+_ALONE_SHARE = 0.95  # of a GPU's memory: where more is free, no other program counts
 _FREE_SHARE = 0.95  # of what others leave, that MLX may use
 _DRAIN_ATTEMPTS = 16
 _CLEAN_ROUNDS = 2  # without an error, after which the device has nothing left to report
@@ -78,7 +78,7 @@ def _leave_memory() -> None:
     if (free := free_bytes()) < (total := _total_bytes()):
         mx.set_memory_limit(int(free * _FREE_SHARE))
         log.info(
-            "other programs use %.1f GB of the device's memory: MLX may use %.1f GB",
+            "%.1f GB of the device's memory are in use already: MLX may use %.1f GB",
             *((total - free) / 2**30, free * _FREE_SHARE / 2**30),
         )
 
@@ -154,7 +154,7 @@ def _metal_bytes(key: str) -> int:
 
 
 def free_bytes() -> int:
-    """Bytes of the device's memory that other programs leave; all, if they use less than a tenth.
+    """Bytes of the device's memory that other programs leave; all, if they use next to nothing.
 
     Small programs come and go, and the budget should not.
     """

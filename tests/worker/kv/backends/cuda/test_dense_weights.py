@@ -12,9 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.tuner.utils import get_total_parameters
 
+from batchkv_worker.bench.setup import load_model
 from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.engine.factory import build_engine
 from batchkv_worker.kv.backends import device
@@ -63,16 +65,33 @@ def test_the_model_of_a_folder_answers_the_same(packed_model: Path) -> None:
 
 
 def test_a_worker_asks_its_device(packed_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it reads weights. The memory of its keys and values is reckoned with what they are."""
+    """Before it reads weights, and before anything is compiled for packed ones.
+
+    The memory of its keys and values is reckoned with what the weights are then.
+    """
+    compiled_for = []
 
     def unpack(_: object, model: Any, dtype: mx.Dtype) -> int:
         return dense_weights.unpack(model, dtype, ROOM)
 
+    def begin(_: object, model: Any, dtype: mx.Dtype) -> None:
+        compiled_for.append(packed_layers(model))
+
     monkeypatch.setattr(GenericBackend, "unpack_weights", unpack)
+    monkeypatch.setattr(GenericBackend, "compile_early", begin)
     engine = build_engine(WorkerSettings.from_env({}, model=str(packed_model)))
-    assert packed_layers(engine.loaded.model) == 0
+    assert packed_layers(engine.loaded.model) == 0 and compiled_for == [0]
     assert engine.loaded.weight_bytes == 4 * get_total_parameters(engine.loaded.model)
     engine.close()
+
+
+def test_a_bench_measures_such_a_model(packed_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpack(_: object, model: Any, dtype: mx.Dtype) -> int:
+        return dense_weights.unpack(model, dtype, ROOM)
+
+    monkeypatch.setattr(GenericBackend, "unpack_weights", unpack)
+    loaded, config = load_model(str(packed_model), "float32", "affine8", 4)
+    assert packed_layers(loaded.model) == 0 and config.slots == 4
 
 
 class Mixed(nn.Module):  # type: ignore[misc]
@@ -101,21 +120,40 @@ def test_each_kind_of_layer(caplog: pytest.LogCaptureFixture) -> None:
     assert all(mx.allclose(*pair, atol=1e-4) for pair in zip(before, after, strict=True))
 
 
-def test_a_model_without_room_stays_packed() -> None:
-    """8 x 128 + 32 outputs of 64 inputs take 20,480 bytes in half precision."""
+def num_bytes(model: Any) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def room_of(dtype: mx.Dtype) -> int:
+    """What ``Mixed`` takes with dense weights; the bias of a packed layer is not counted twice."""
     model = Mixed()
-    assert dense_weights.unpack(model, mx.bfloat16, 20_479) == 0
+    dense_weights.unpack(model, dtype, ROOM)
+    return num_bytes(model) - int(model.biased.bias.nbytes)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_a_model_without_room_stays_packed(dtype: mx.Dtype) -> None:
+    """All that it then has counts, experts and a bias, too."""
+    model, room = Mixed(), room_of(dtype)
+    assert dense_weights.unpack(model, dtype, room - 1) == 0
     assert packed_layers(model) == 2
-    assert dense_weights.unpack(model, mx.bfloat16, 20_480) == 2
-    assert dense_weights.unpack(nn.Linear(4, 4), mx.bfloat16, ROOM) == 0
+    assert dense_weights.unpack(model, dtype, room) == 2
+    assert dense_weights.unpack(nn.Linear(4, 4), dtype, ROOM) == 0
 
 
-@pytest.mark.parametrize(("free", "count"), [(40_960, 2), (40_959, 0)])
+def test_a_layer_in_two_places_stays_one() -> None:
+    model = Mixed()
+    model.again = model.biased
+    assert dense_weights.unpack(model, mx.float32, ROOM) == 2
+    assert model.again is model.biased and type(model.again) is nn.Linear
+
+
+@pytest.mark.parametrize(("less", "count"), [(0, 2), (1, 0)])
 def test_half_of_the_memory_is_room_enough(
-    free: int, count: int, monkeypatch: pytest.MonkeyPatch
+    less: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other half is left to keys and values. Metal and CPUs read packed weights."""
-    monkeypatch.setattr(device, "free_bytes", lambda: free)
+    monkeypatch.setattr(device, "free_bytes", lambda: 2 * room_of(mx.bfloat16) - less)
     for backend in (GenericBackend(), MetalBackend()):
         assert backend.unpack_weights(Mixed(), mx.bfloat16) == 0
     assert CudaBackend().unpack_weights(Mixed(), mx.bfloat16) == count

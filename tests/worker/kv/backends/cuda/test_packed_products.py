@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -118,7 +121,7 @@ def test_processes_of_their_own_compute_each_product_once(folder: Path) -> None:
     early = early_products.begin(model, mx.float32)
     assert early is not None
     assert waited(early) == ["compiling products with packed weights, once on this machine"]
-    marks = [f"affine-4-64-float32-11-{rows}{mlx_kernels.MARK}" for rows in ROWS]
+    marks = [f"affine-4-64-float32-11-{rows}-{mx.__version__}{mlx_kernels.MARK}" for rows in ROWS]
     assert sorted(file.name for file in folder.iterdir()) == marks
     assert early_products.begin(model, mx.float32) is None
     assert early_products.begin(nn.Linear(4, 4), mx.float32) is None
@@ -148,12 +151,95 @@ def test_one_that_fails_is_told_and_tried_again_later(
 ) -> None:
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
         waited(EarlyProducts([(PackedProduct("float32", "affine", 4, 48, 96, 128), 16)]))
-    assert "compiles affine-4-48-float32-10 for 16 rows ended with 1" in caplog.text
+    assert "compiles affine-4-48-float32-10 for 16 rows ended with 1, and rows" in caplog.text
+    assert re.search(r"wait for it: ValueError: \[quantize\] .*48", caplog.text)
     assert not any(folder.iterdir())
 
 
 def sleeping(*_: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_one_that_cannot_be_started_ends_no_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one before it ends as it would; those after it are left to MLX."""
+    started = []
+
+    def start(*given: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("no processes left")
+        started.append(sleeping())
+        return started[0]
+
+    monkeypatch.setattr(early_products, "_num_cpus", lambda: 8)
+    monkeypatch.setattr(early_products, "_start", start)
+    with caplog.at_level(logging.WARNING, "batchkv.engine"):
+        early = EarlyProducts([(SMALL, rows) for rows in ROWS])
+    assert "no process can be started that compiles: no processes left" in caplog.text
+    started[0].terminate()
+    waited(early)
+    assert early._waiting == early._running == []
+
+
+WORKER = """
+import sys
+from batchkv_worker.kv.backends.cuda import early_products
+early = early_products.EarlyProducts([(early_products.PackedProduct(*{fields!r}), 16)])
+print(early._running[0].process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_its_worker(signalled: signal.Signals, tmp_path: Path) -> None:
+    """However that ended. Weights of 2 GB are not packed before."""
+    slow = ("float32", "affine", 4, 64, 2**14, 2**15)
+    code = WORKER.format(fields=slow)
+    environment = {**os.environ, mlx_kernels.VARIABLE: str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+    assert worker.stdout is not None and worker.stdin is not None
+    child = int(worker.stdout.readline())
+    worker.send_signal(signalled)
+    worker.wait()
+    until = time.monotonic() + 10  # to pack them takes twice as long
+    while Path(f"/proc/{child}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists() and not any(tmp_path.iterdir())
+    worker.stdin.close()
+    worker.stdout.close()
+
+
+def test_what_is_compiled_is_what_rows_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows, the layer's weights, its dtype; and it is computed."""
+    products, computed = [], []
+    right, evaluate = mx.quantized_matmul, mx.eval
+
+    def noting(x: mx.array, w: mx.array, *rest: Any, **named: Any) -> mx.array:
+        products.append((x.shape, x.dtype, w.shape, named))
+        return right(x, w, *rest, **named)
+
+    monkeypatch.setattr(mx, "quantized_matmul", noting)
+    monkeypatch.setattr(mx, "eval", lambda *out: (computed.extend(out), evaluate(*out)))
+    product = PackedProduct("bfloat16", "affine", 8, 32, 96, 40)
+    early_products.compile_one(json.dumps({"rows": 32, **product.as_dict()}))
+    named = {"transpose": True, "group_size": 32, "bits": 8, "mode": "affine"}
+    assert products == [((32, 96), mx.bfloat16, (40, 24), named)]
+    assert [array.shape for array in computed] == [(32, 40)]
+
+
+def test_names_tell_kernels_apart() -> None:
+    """MLX has others where inputs are no multiple of 64 and the group, or outputs none of 128."""
+
+    def name(group: int, inputs: int, outputs: int) -> str:
+        return PackedProduct("float16", "affine", 4, group, inputs, outputs).kernel
+
+    assert name(128, 192, 128) == "affine-4-128-float16-10"
+    assert name(128, 256, 128) == name(128, 512, 256) == "affine-4-128-float16-11"
+    assert name(64, 192, 100) == "affine-4-64-float16-01"
 
 
 def test_one_that_takes_too_long_is_ended(
@@ -165,13 +251,13 @@ def test_one_that_takes_too_long_is_ended(
     ((process, _, _),) = early._running
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
         waited(early)
-    assert "for 16 rows took too long" in caplog.text
+    assert "1 of these kernels are not there after 0 s" in caplog.text
     assert process.returncode is not None and not any(folder.iterdir())
 
 
 def test_as_many_run_at_once_as_half_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others begin when one has ended. An end of the start ends all."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(early_products, "_num_cpus", lambda: 4)
     monkeypatch.setattr(early_products, "_start", sleeping)
     early = EarlyProducts([(SMALL, rows) for rows in ROWS])
     running = [process for process, _, _ in early._running]
@@ -183,7 +269,12 @@ def test_as_many_run_at_once_as_half_of_the_processors(monkeypatch: pytest.Monke
     assert [rows for _, _, (_, rows) in early._running] == [32, 64]
     running += [early._running[1][0]]
     early.close()
-    assert all(process.poll() is not None for process in running) and early._running == []
+    assert all(process.poll() is not None for process in running)
+    assert early._running == early._waiting == []
+    monkeypatch.setattr(early_products, "_num_cpus", lambda: 100)
+    many = EarlyProducts([(SMALL, rows) for rows in (*ROWS, *ROWS)])
+    assert len(many._running) == 4
+    many.close()
 
 
 def test_it_ends_with_the_weights_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:

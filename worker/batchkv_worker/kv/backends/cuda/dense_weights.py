@@ -9,12 +9,13 @@ same numbers are multiplied: those that MLX unpacks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from batchkv_worker.kv.backends.packed_products import size_of
 
@@ -24,17 +25,20 @@ _KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def unpack(model: Any, dtype: mx.Dtype, most_bytes: int) -> int:
-    """Give ``model`` dense layers instead of packed ones, if they take at most ``most_bytes``.
+    """Give ``model`` dense layers instead of packed ones, if it then takes at most ``most_bytes``.
 
-    Returns their number. Nothing is read or computed yet. Layers of experts stay packed.
+    Returns their number. Nothing is read or computed yet. Layers of experts stay packed, and layers
+    of classes that others made.
     """
-    packed = [module for module in model.modules() if type(module) in _KINDS]
-    num_bytes = sum(prod(size_of(each)) for each in packed) * dtype.size
-    if not packed or num_bytes > most_bytes:
+    packed = {id(module): module for module in model.modules() if type(module) in _KINDS}
+    num_bytes = sum(prod(size_of(each)) for each in packed.values()) * dtype.size
+    stays = _bytes_of([model]) - _bytes_of(packed.values())
+    if not packed or num_bytes + stays > most_bytes:
         return 0
+    dense = {key: _dense(module, dtype) for key, module in packed.items()}
 
     def replaced(_: str, module: Any) -> Any:
-        return _dense(module, dtype) if type(module) in _KINDS else module
+        return dense.get(id(module), module)
 
     leaves = model.leaf_modules()
     model.update_modules(tree_map_with_path(replaced, leaves, is_leaf=nn.Module.is_module))
@@ -43,6 +47,12 @@ def unpack(model: Any, dtype: mx.Dtype, most_bytes: int) -> int:
         *(len(packed), num_bytes / 1e9),
     )
     return len(packed)
+
+
+def _bytes_of(modules: Iterable[Any]) -> int:
+    """Of all their arrays, each counted once."""
+    arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
+    return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
 
 
 def _dense(module: Any, dtype: mx.Dtype) -> Any:

@@ -1,8 +1,8 @@
 """Has MLX compile its kernels for products with packed weights before there are rows.
 
-Each took an H200 23 to 42 s, and a batch would wait for three of them, one after the other. So at
-the first start with such weights, processes of their own compile them, all at once, while the
-weights are read. MLX keeps them in a folder, where a file says that a kernel is there.
+Each took an H200 36 to 42 s, and a batch would wait for three of them, one after the other. So at
+the first start with such weights, processes of their own begin to compile them while the weights
+are read, a few at once. MLX keeps them in a folder, where a file says that a kernel is there.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import mlx.core as mx
 
@@ -25,8 +27,11 @@ from batchkv_worker.kv.backends.packed_products import ROWS, PackedProduct, prod
 
 log = logging.getLogger("batchkv.engine")
 
-MOST_SECONDS = 300.0  # of one process
+MOST_SECONDS = 300.0  # for all; what is missing then is left to MLX
+MOST_AT_ONCE = 4  # each has the device's memory for its context, and the host's for its compiler
 POLL_SECONDS = 0.05
+WATCH_SECONDS = 1.0
+_LAST_BYTES = 2000  # of what a process says
 _MODULE = "batchkv_worker.kv.backends.cuda.early_products"
 
 Work = tuple[PackedProduct, int]  # and the number of rows
@@ -42,18 +47,24 @@ def begin(model: Any, dtype: mx.Dtype) -> EarlyProducts | None:
     return EarlyProducts(missing) if missing else None
 
 
+class _Running(NamedTuple):
+    process: subprocess.Popen[bytes]
+    said: IO[bytes]
+    work: Work
+
+
 class EarlyProducts:
-    """Processes that compile, as many at once as half of the processors."""
+    """Processes that compile, as many at once as half of the processors, and at most a few."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._waiting = [*works]
-        self._running: list[tuple[subprocess.Popen[bytes], float, Work]] = []
-        self._most = max(1, (os.cpu_count() or 2) // 2)
+        self._running: list[_Running] = []
+        self._most = max(1, min(MOST_AT_ONCE, _num_cpus() // 2))
         self._begun = time.monotonic()
         self._start_more()
 
     def wait(self, report: Callable[[str], object]) -> None:
-        """Until all have ended. One that takes too long, or fails, is told and left to MLX.
+        """Until all have ended. What fails, or takes too long, is told and left to MLX.
 
         ``report`` gets what is waited for, if it is.
         """
@@ -67,64 +78,86 @@ class EarlyProducts:
             len(self._running) + len(self._waiting),
         )
         try:
-            while self._running:
+            while self._running and time.monotonic() < self._begun + MOST_SECONDS:
                 self._look()
                 time.sleep(POLL_SECONDS)
+            if self._running:
+                log.warning(
+                    "%d of these kernels are not there after %.0f s: rows may wait for them",
+                    *(len(self._running) + len(self._waiting), MOST_SECONDS),
+                )
         finally:
             self.close()
-        log.info("these kernels are there after %.1f s", time.monotonic() - self._begun)
+        log.info("MLX compiled for %.1f s", time.monotonic() - self._begun)
 
     def close(self) -> None:
         """End what still runs."""
         running, self._running = self._running, []
         self._waiting.clear()
-        for process, _, _ in running:
+        for process, said, _ in running:
             process.kill()
             process.wait()
+            said.close()
 
     def _look(self) -> None:
-        """Take those that have ended, end those that take too long, and start more."""
-        still = []
-        for process, until, work in self._running:
-            code = process.poll()
-            if code is None and time.monotonic() < until:
-                still.append((process, until, work))
+        """Take those that have ended, and start more."""
+        for one in [*self._running]:
+            code = one.process.poll()
+            if code is None:
                 continue
-            process.kill()
-            process.wait()
+            self._running.remove(one)
             if code == 0:
-                _keep(*work)
+                _keep(*one.work)
             else:
-                how = "took too long" if code is None else f"ended with {code}"
+                product, rows = one.work
                 log.warning(
-                    "the process that compiles %s for %d rows %s: rows may wait for it",
-                    *(work[0].kernel, work[1], how),
+                    "the process that compiles %s for %d rows ended with %d, and rows may wait for "
+                    "it: %s",
+                    *(product.kernel, rows, code, _last(one.said)),
                 )
-        self._running = still
+            one.said.close()
         self._start_more()
 
     def _start_more(self) -> None:
         while self._waiting and len(self._running) < self._most:
-            work = self._waiting.pop(0)
-            until = time.monotonic() + MOST_SECONDS
-            self._running.append((_start(*work), until, work))
+            work, said = self._waiting.pop(0), tempfile.TemporaryFile()  # noqa: SIM115 - closed with it
+            try:
+                self._running.append(_Running(_start(*work, said), said, work))
+            except OSError as fault:  # no more processes: the others are left to MLX, too
+                log.warning("no process can be started that compiles: %s", fault)
+                self._waiting.clear()
+                said.close()
 
 
-def _start(product: PackedProduct, rows: int) -> subprocess.Popen[bytes]:
+def _start(product: PackedProduct, rows: int, said: IO[bytes]) -> subprocess.Popen[bytes]:
     request = json.dumps({"rows": rows, **product.as_dict()})
     # -P: a file named mlx.py in the working directory must not be imported.
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _MODULE, request],
+        [sys.executable, "-P", "-m", _MODULE, request, str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=said,
     )
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _last(said: IO[bytes]) -> str:
+    """The last line of what a process said."""
+    said.seek(max(0, said.seek(0, os.SEEK_END) - _LAST_BYTES))
+    lines = said.read().decode("utf-8", "replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def _mark(product: PackedProduct, rows: int) -> Path | None:
     """The file that says that the kernel is kept; None where MLX keeps nothing."""
     folder = os.environ.get(mlx_kernels.VARIABLE)
-    return Path(folder, f"{product.kernel}-{rows}{mlx_kernels.MARK}") if folder else None
+    name = f"{product.kernel}-{rows}-{mx.__version__}{mlx_kernels.MARK}"
+    return Path(folder, name) if folder else None
 
 
 def _is_kept(product: PackedProduct, rows: int) -> bool:
@@ -149,5 +182,17 @@ def compile_one(request: str) -> None:
     PackedProduct(**values).compute(rows)
 
 
+def end_with(parent: int) -> None:
+    """End this process when the worker that started it is gone, however it ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    end_with(int(sys.argv[2]))
     compile_one(sys.argv[1])
