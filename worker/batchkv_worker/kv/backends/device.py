@@ -75,7 +75,7 @@ def _keep_kernels() -> None:
 
 def _leave_memory() -> None:
     """Leave other programs what they use of the device's memory. MLX's own limit counts none."""
-    if (free := free_bytes()) < (total := _total_bytes()):
+    if (free := free_bytes()) < (total := _recommended_bytes()):
         mx.set_memory_limit(int(free * _FREE_SHARE))
         log.info(
             "%.1f GB of the device's memory are in use already: MLX may use %.1f GB",
@@ -88,6 +88,13 @@ def kind() -> Kind:
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def num_cpus() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def name() -> str:
@@ -106,14 +113,12 @@ def memory_facts(tier_bytes: int = 0) -> MemoryFacts:
     ``tier_bytes`` is the limit of the worker's cache tier in memory.
     """
     which, ram = kind(), _ram_bytes()
-    if which == "cpu":
-        return MemoryFacts(which, ram, int(ram * _CPU_SHARE))
-    if which == "cuda":
+    if which != "metal":
         return MemoryFacts(which, ram, free_bytes())
     return MemoryFacts(
         which,
         ram,
-        _total_bytes(),
+        _recommended_bytes(),
         wired=host_memory.wired_bytes(),
         hub=host_memory.hub_bytes(host_memory.job_folders()),
         tier=tier_bytes,
@@ -158,7 +163,7 @@ def free_bytes() -> int:
 
     Small programs come and go, and the budget should not.
     """
-    free, total = _free_at_first(), _total_bytes()
+    free, total = _free_at_first(), _recommended_bytes()
     return free if 0 < free < _ALONE_SHARE * total else total
 
 
@@ -172,9 +177,10 @@ def _free_at_first() -> int:
     return free if isinstance(free, int) else 0
 
 
-def _total_bytes() -> int:
-    info = mx.device_info()
-    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if isinstance(info.get(key), int) and info[key] > 0:
-            return int(info[key])
+def _recommended_bytes() -> int:
+    if kind() != "cpu":
+        info = mx.device_info()
+        for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+            if isinstance(info.get(key), int) and info[key] > 0:
+                return int(info[key])
     return int(_ram_bytes() * _CPU_SHARE)

@@ -31,7 +31,7 @@ def machine_facts(blas: str) -> dict[str, Any]:
         "device": str(mx.default_device()),
         "system": " ".join(os.uname()[:1] + os.uname()[2:4]),
         "driver": _driver(),
-        "cpus": _num_cpus(),
+        "cpus": device.num_cpus(),
         "blas": blas,
         "mlx": mx.__version__,
         "mlx_lm": _version("mlx-lm"),
@@ -58,12 +58,6 @@ def memory_bytes() -> int:
         if isinstance(size := info.get(name), int) and size > 0:
             return size
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _driver() -> str:

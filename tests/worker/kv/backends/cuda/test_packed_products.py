@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from batchkv_worker.kv.backends import mlx_kernels, packed_products
+from batchkv_worker.kv.backends import device, mlx_kernels, packed_products
 from batchkv_worker.kv.backends.cuda import early_products
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.cuda.early_products import EarlyProducts
@@ -172,7 +172,7 @@ def test_one_that_cannot_be_started_ends_no_start(
         started.append(sleeping())
         return started[0]
 
-    monkeypatch.setattr(early_products, "_num_cpus", lambda: 8)
+    monkeypatch.setattr(device, "num_cpus", lambda: 8)
     monkeypatch.setattr(early_products, "_start", start)
     with caplog.at_level(logging.WARNING, "batchkv.engine"):
         early = EarlyProducts([(SMALL, rows) for rows in ROWS])
@@ -257,7 +257,7 @@ def test_one_that_takes_too_long_is_ended(
 
 def test_as_many_run_at_once_as_half_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others begin when one has ended. An end of the start ends all."""
-    monkeypatch.setattr(early_products, "_num_cpus", lambda: 4)
+    monkeypatch.setattr(device, "num_cpus", lambda: 4)
     monkeypatch.setattr(early_products, "_start", sleeping)
     early = EarlyProducts([(SMALL, rows) for rows in ROWS])
     running = [process for process, _, _ in early._running]
@@ -271,7 +271,7 @@ def test_as_many_run_at_once_as_half_of_the_processors(monkeypatch: pytest.Monke
     early.close()
     assert all(process.poll() is not None for process in running)
     assert early._running == early._waiting == []
-    monkeypatch.setattr(early_products, "_num_cpus", lambda: 100)
+    monkeypatch.setattr(device, "num_cpus", lambda: 100)
     many = EarlyProducts([(SMALL, rows) for rows in (*ROWS, *ROWS)])
     assert len(many._running) == 4
     many.close()

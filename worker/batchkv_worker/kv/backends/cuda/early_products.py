@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import mlx.core as mx
 
 from batchkv_worker.kept_files import write_whole
-from batchkv_worker.kv.backends import mlx_kernels
+from batchkv_worker.kv.backends import device, mlx_kernels
 from batchkv_worker.kv.backends.packed_products import ROWS, PackedProduct, products_of
 
 log = logging.getLogger("batchkv.engine")
@@ -59,7 +59,7 @@ class EarlyProducts:
     def __init__(self, works: Sequence[Work]) -> None:
         self._waiting = [*works]
         self._running: list[_Running] = []
-        self._most = max(1, min(MOST_AT_ONCE, _num_cpus() // 2))
+        self._most = max(1, min(MOST_AT_ONCE, device.num_cpus() // 2))
         self._begun = time.monotonic()
         self._start_more()
 
@@ -138,12 +138,6 @@ def _start(product: PackedProduct, rows: int, said: IO[bytes]) -> subprocess.Pop
         stdout=subprocess.DEVNULL,
         stderr=said,
     )
-
-
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _last(said: IO[bytes]) -> str:
