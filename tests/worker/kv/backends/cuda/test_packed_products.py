@@ -275,6 +275,7 @@ def test_as_many_run_at_once_as_half_of_the_processors(monkeypatch: pytest.Monke
     many = EarlyProducts([(SMALL, rows) for rows in (*ROWS, *ROWS)])
     assert len(many._running) == 4
     many.close()
+    assert many._running == many._waiting == []
 
 
 def test_it_ends_with_the_weights_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
