@@ -13,6 +13,7 @@ from batchkv_producer.setting import ValueType as ValueType
 
 ADMISSIONS = ("worst", "optimistic")  # how much memory a row's answer gets before it starts
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("auto", "packed")
 CACHE_WRITES = ("needed", "shared", "all")
 _DAY = 86_400
 _WEEK = 7 * _DAY
@@ -109,6 +110,13 @@ TABLE = (
         metavar="|".join(DTYPES), help="The number type that the model computes in.",
         about="the number type that the model computes in. `auto` is float32 on a CPU, else the "
         "type of the weights",
+    ),
+    Setting(
+        "weights", ("BATCHKV_WEIGHTS",), "--weights", ValueType.CHOICE, "auto", choices=WEIGHTS,
+        metavar="|".join(WEIGHTS), help="Whether packed weights may be unpacked.",
+        about="`auto`: weights of 4, 8 and other bits are unpacked as they are read, where dense "
+        "ones are faster and take at most half of the free memory. That is on CUDA alone. "
+        "`packed`: they stay packed, and the memory is left to keys and values",
     ),
     Setting(
         "wired_limit", ("BATCHKV_WIRED_LIMIT",), "--wired-limit", ValueType.SWITCH, "off",

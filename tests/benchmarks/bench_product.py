@@ -116,7 +116,8 @@ class Bench:
         if workload == "shared":
             return parts.shared(seed, args.per_group, args.groups)
         if workload == "gsm8k":
-            return parts.gsm8k(args.data, args.rows, others=seed == SEED_BEFORE)
+            others, tokens = seed == SEED_BEFORE, args.answer_tokens
+            return parts.gsm8k(args.data, args.rows, others=others, answer_tokens=tokens)
         return parts.lognormal(seed, args.rows or 256)
 
     def compare(self, workload: str, model: Path) -> None:
@@ -238,10 +239,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
     parser.add_argument("--sides", type=sides, default=USUAL, help=",".join(SIDES))
     parser.add_argument("--rows", type=int, help="of gsm8k [all], of lognormal [256]")
+    parser.add_argument("--answer-tokens", type=int, help="of a row of gsm8k [the file's]")
     parser.add_argument("--no-warm-up", action="store_true", help="the first turn counts too")
     parser.add_argument("--before", action="store_true", help="other rows first, untimed")
     args = parsed(parser, rows=None, quick_rows=20)
     args.no_warm_up |= args.quick
+    if args.answer_tokens is not None:
+        if args.answer_tokens < 1:
+            parser.error("--answer-tokens is 1 or more")
+        if "gsm8k" not in (args.workload or []):
+            parser.error("--answer-tokens is for --workload gsm8k")
     if args.before and args.rows is None and "gsm8k" in (args.workload or []):
         parser.error("--before with gsm8k needs --rows: at most half of the file's")
     return args

@@ -33,6 +33,7 @@ PREFIX = "BATCHKV_"
 WAVES_AHEAD = 2  # default of the rows that wait in the engine, for each slot
 SETTINGS = tuple(setting for setting in TABLE if setting.is_plain)
 Admission = Literal["worst", "optimistic"]  # ``settings_table.ADMISSIONS``
+Weights = Literal["auto", "packed"]  # ``settings_table.WEIGHTS``
 
 
 class _Explained(ValueError):
@@ -150,6 +151,7 @@ class WorkerSettings:
     prefill_chunk: int | None = _default("prefill_chunk")  # None: measured at start
     lane_chunk: int = _default("lane_chunk")
     dtype: str = _default("dtype")
+    weights: Weights = _default("weights")  # noqa: RUF009  (a str, never changed)
     wired_limit: bool = _default("wired_limit")
     lease_seconds: int = _default("lease_seconds")
     heartbeat_seconds: float = _default("heartbeat_seconds")

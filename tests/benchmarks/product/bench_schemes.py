@@ -40,11 +40,10 @@ def rows_of(workload: str, turn: int, args: argparse.Namespace) -> list[parts.Li
     """The rows of a turn; another turn has others."""
     if workload == "shared":
         return parts.shared(turn + 1, args.per_group, args.groups)
-    lines = parts.gsm8k(args.data, None)[turn * args.rows : (turn + 1) * args.rows]
+    lines = parts.gsm8k(args.data, None, answer_tokens=ANSWER_TOKENS)
+    lines = lines[turn * args.rows : (turn + 1) * args.rows]
     if len(lines) < args.rows:
         raise SystemExit("gsm8k has too few rows: give a lower --rows or --repeats")
-    for line in lines:
-        line["body"]["max_tokens"] = ANSWER_TOKENS
     return lines
 
 

@@ -142,14 +142,20 @@ def lognormal(seed: int, rows: int) -> list[Line]:
     ]
 
 
-def gsm8k(data: Path, rows: int | None, *, others: bool = False) -> list[Line]:
-    """The first rows of the file of 8-shot prompts; or ``others``, those behind them."""
+def gsm8k(
+    data: Path, rows: int | None, *, others: bool = False, answer_tokens: int | None = None
+) -> list[Line]:
+    """The first rows of the file of 8-shot prompts; or ``others``, those behind them.
+
+    ``answer_tokens`` None: as many as the file says.
+    """
     texts = (data / "gsm8k_8shot.jsonl").read_text("utf-8").splitlines()
     texts = texts[rows:][:rows] if others else texts[:rows]
     lines: list[Line] = [json.loads(text) for text in texts]
     for line in lines:
         line["body"].pop("model", None)
         line["body"]["temperature"] = 0
+        line["body"]["max_tokens"] = answer_tokens or line["body"]["max_tokens"]
     return lines
 
 

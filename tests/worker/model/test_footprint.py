@@ -30,6 +30,29 @@ def test_floats_count_in_the_type_they_are_computed_in(tmp_path: Path) -> None:
     assert weight_bytes(model, "float16") == 160
 
 
+def test_packed_weights_grow_when_they_are_unpacked(tmp_path: Path) -> None:
+    """Matrices with scales become dense in the model's dtype. Experts stay as they are."""
+    tensors = {
+        "a.weight": ("U32", [64, 16], 4096),  # 64 by 128 of 4 bits
+        "a.scales": ("BF16", [64, 2], 256),
+        "a.biases": ("BF16", [64, 2], 256),
+        "b.weight": ("U32", [64, 16], 4096),
+        "b.scales": ("U8", [64, 4], 256),  # microscaled: groups of 32, no biases
+        "experts.weight": ("U32", [4, 64, 16], 16384),
+        "experts.scales": ("BF16", [4, 64, 2], 1024),
+        "norm.weight": ("BF16", [128], 256),
+    }
+    model = write(tmp_path / "m", tensors)
+    kinds = {"group_size": 64, "bits": 4, "b": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"quantization": kinds}))
+    dense, others = 2 * 64 * 128, 16384 + 1024 + 256
+    assert weight_bytes(model, "auto") == 4096 + 512 + 4096 + 256 + others
+    assert weight_bytes(model, "auto", is_unpacked=True) == 2 * dense + others
+    floats = 2 * (1024 + 256) + 16384
+    assert weight_bytes(model, "float32", is_unpacked=True) == 2 * 2 * dense + floats
+    assert weight_bytes("demo", "auto", is_unpacked=True) == weight_bytes("demo", "auto")
+
+
 def test_a_model_that_is_not_here_has_no_size(tmp_path: Path) -> None:
     """Neither has one whose files cannot be read. Nothing is downloaded."""
     assert weight_bytes("nobody/has-this", "auto") is None

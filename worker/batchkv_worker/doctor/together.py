@@ -21,9 +21,10 @@ def look(models: Sequence[str], cache: str) -> Verdict:
     """Read the sizes of the models and the facts of this machine, and judge them."""
     from batchkv_worker.model.footprint import read_machine
 
-    weights, facts = read_machine(models, cache or None, "auto")
-    unknown = [model for model, size in weights.items() if size is None]
-    return judge(plan_groups(weights, facts), unknown)
+    machine = read_machine(models, cache or None, "auto")
+    unknown = [model for model, size in machine.weights.items() if size is None]
+    groups = plan_groups(machine.weights, machine.facts, unpacked=machine.unpacked)
+    return judge(groups, unknown)
 
 
 def judge(groups: Sequence[Group], unknown: Sequence[str]) -> Verdict:

@@ -116,7 +116,8 @@ class _Builder:
         )
 
     def _before_reading(self, model: Any, dtype: mx.Dtype) -> None:
-        self._device.unpack_weights(model, dtype)
+        if self._settings.weights != "packed":
+            self._device.unpack_weights(model, dtype)
         self._early.begin(model, dtype)
 
     def engine(self, loaded: LoadedModel) -> Engine:

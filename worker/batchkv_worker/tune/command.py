@@ -10,7 +10,7 @@ from dataclasses import replace
 import click
 
 from batchkv_producer.errors import BatchkvError
-from batchkv_producer.settings_table import DTYPES
+from batchkv_producer.settings_table import DTYPES, WEIGHTS
 from batchkv_worker.settings import WorkerSettings
 
 EPILOG = """\b
@@ -32,9 +32,15 @@ share of the largest number; a path whose error is too large is never used.
 @click.option("--kv-scheme", metavar="SCHEME", help="The same as for `batchkv worker`.")
 @click.option("--slots", metavar="N", help="The same as for `batchkv worker`.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="The same as for `batchkv worker`.")
+@click.option("--weights", type=click.Choice(WEIGHTS), help="The same as for `batchkv worker`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune_command(
-    model: str, kv_scheme: str | None, slots: str | None, dtype: str | None, as_json: bool
+    model: str,
+    kv_scheme: str | None,
+    slots: str | None,
+    dtype: str | None,
+    weights: str | None,
+    as_json: bool,
 ) -> None:
     """Measure anew what workers of a model choose on this device."""
     from batchkv_worker.engine.factory import build_engine
@@ -42,7 +48,12 @@ def tune_command(
 
     try:
         settings = WorkerSettings.from_env(
-            os.environ, model=model, kv_scheme=kv_scheme, slots=slots, dtype=dtype
+            os.environ,
+            model=model,
+            kv_scheme=kv_scheme,
+            slots=slots,
+            dtype=dtype,
+            weights=weights,
         )
         if sys.stderr.isatty():
             click.echo("batchkv: loading the model; then measuring", err=True)

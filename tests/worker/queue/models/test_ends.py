@@ -32,10 +32,13 @@ while not stop.is_cold:
 """
 
 
-def host_of(connection: Redis, *words: str, is_burst: bool = False) -> Host:
+ALONE = Group(("a",))
+
+
+def host_of(connection: Redis, *words: str, is_burst: bool = False, group: Group = ALONE) -> Host:
     """A host of one model, whose processes run this command."""
-    command = Command(words, (), "redis://nowhere", drain_seconds=60.0)
-    return Host(connection, HostPlan("host", [Group(("a",))], {"a": 1.0}, 0.0, command, is_burst))
+    command = Command(words, ("--weights", "auto"), "redis://nowhere", drain_seconds=60.0)
+    return Host(connection, HostPlan("host", [group], {"a": 1.0}, 0.0, command, is_burst))
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +93,18 @@ def test_two_signals_at_once_reach_the_processes_as_two(
     is_over = not runner.is_alive()
     host.stop.on_parent_gone()
     assert is_over
+
+
+def test_a_process_gets_the_flags_of_its_group(redis_connection: Redis, tmp_path: Path) -> None:
+    """Behind those of all, so that they count."""
+    told = tmp_path / "told"
+    script = f"import sys; open({str(told)!r}, 'w').write(' '.join(sys.argv)); sys.exit(70)"
+    Client(redis_connection).submit([{"prompt": "x"}], model="a")
+    group = Group(("a",), 5, stays_packed=True)
+    host = host_of(redis_connection, sys.executable, "-c", script, is_burst=True, group=group)
+    runner = threading.Thread(target=host.run, daemon=True)
+    runner.start()
+    wait_until(lambda: told.exists() and told.read_text())
+    host.stop.on_parent_gone()
+    runner.join(20)
+    assert told.read_text().endswith("--weights auto --memory 5 --weights packed")

@@ -12,6 +12,7 @@ GIB = 2**30
 STUDIO = MemoryFacts("metal", 64 * GIB, 48 * GIB, wired=3 * GIB)
 AIR = MemoryFacts("metal", 16 * GIB, 11 * GIB, wired=3 * GIB)
 LINUX = MemoryFacts("cpu", 16 * GIB, 8 * GIB)
+GPU = MemoryFacts("cuda", 128 * GIB, 80 * GIB)
 
 
 def test_models_fit_together_on_a_large_mac_and_not_on_a_small_one() -> None:
@@ -48,3 +49,23 @@ def test_a_model_that_does_not_fit_alone_is_refused() -> None:
     """The error names the model and both sizes."""
     with pytest.raises(ModelError, match=r"'large' is too large .* 30.0 GB of 16.0 GB"):
         plan_groups({"a": GIB, "large": 30 * GIB}, AIR)
+
+
+def test_models_of_one_gpu_are_unpacked_together_or_not_at_all() -> None:
+    """Half of the memory is for the weights of all. A worker alone would reckon with its own."""
+    weights, room = {"a": 3 * GIB, "b": 8 * GIB}, {"a": 10 * GIB, "b": 30 * GIB}
+    (dense,) = plan_groups(weights, GPU, None, room)
+    assert dense.models == ("a", "b") and not dense.stays_packed
+    assert dense.flags == ("--memory", str(dense.memory_bytes))
+    (packed,) = plan_groups(weights, GPU, None, room | {"b": 30 * GIB + 1})
+    (told,) = plan_groups(weights, GPU)
+    assert packed == Group(told.models, told.memory_bytes, stays_packed=True)
+    assert packed.memory_bytes is not None and dense.memory_bytes is not None
+    assert packed.memory_bytes > dense.memory_bytes + 12 * GIB
+    assert packed.flags[2:] == ("--weights", "packed")
+
+
+def test_a_model_that_has_a_gpu_alone_decides_by_itself() -> None:
+    weights = {"a": 3 * GIB, "large": 70 * GIB}
+    groups = plan_groups(weights, GPU, None, {"a": 10 * GIB, "large": 200 * GIB})
+    assert [group.flags for group in groups] == [(), ()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from batchkv_producer.errors import UsageError
 from batchkv_producer.wire.adapter import Adapter
 from batchkv_worker.cli import worker_command
 from batchkv_worker.errors import SettingsError
+from batchkv_worker.kv.backends.memory_budget import MemoryFacts
+from batchkv_worker.model.footprint import Machine
+from batchkv_worker.queue.models import start
 from batchkv_worker.queue.models.start import check_several
 from batchkv_worker.settings import WorkerSettings
 
@@ -54,3 +58,31 @@ def test_a_shortest_stay_needs_several_models() -> None:
     done = CliRunner().invoke(worker_command, ["-m", "demo", "--stay-seconds", "5"])
     assert done.exit_code == 2
     assert "--stay-seconds: with one model there is no change" in done.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "stays_packed", "own"),
+    [
+        (WorkerSettings("a"), True, ("--memory", "7", "--weights", "packed")),
+        (WorkerSettings("a", weights="packed"), False, ("--memory", "7")),
+    ],
+)
+def test_workers_beside_each_other_on_a_gpu_are_told_to_keep_weights_packed(
+    settings: WorkerSettings,
+    stays_packed: bool,
+    own: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where both cannot be unpacked. With the flag, they are told like all the others."""
+    gib = 2**30
+    weights = {"a": 8 * gib, "b": 8 * gib}
+    machine = Machine(
+        weights, dict.fromkeys(weights, 30 * gib), MemoryFacts("cuda", 99 * gib, 80 * gib)
+    )
+    monkeypatch.setattr(start, "read_machine", lambda *_: machine)
+    flags = {"weights": settings.weights} if settings.weights != "auto" else {}
+    plan = start.make_plan(start.Asked(("a", "b"), "host", "redis://nowhere", flags), settings)
+    (group,) = plan.groups
+    assert group.stays_packed == stays_packed and group.memory_bytes
+    assert replace(group, memory_bytes=7).flags == own
+    assert ("--weights" in plan.command.arguments) == bool(flags)

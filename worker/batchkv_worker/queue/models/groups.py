@@ -30,20 +30,32 @@ DENSE_SHARE = 0.1
 @dataclass(frozen=True, slots=True)
 class Group:
     """Models that fit together. ``memory_bytes``: for keys and values of each. None: it is chosen
-    when the model is loaded, because the model has the machine alone."""
+    when the model is loaded, because the model has the machine alone. ``stays_packed``: there is no
+    room to unpack the weights of all."""
 
     models: tuple[str, ...]
     memory_bytes: int | None = None
+    stays_packed: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of each worker of these models."""
+        memory = ("--memory", str(self.memory_bytes)) if self.memory_bytes else ()
+        return (*memory, "--weights", "packed") if self.stays_packed else memory
 
 
 def plan_groups(
-    weights: Mapping[str, int | None], facts: MemoryFacts, wanted: int | None = None
+    weights: Mapping[str, int | None],
+    facts: MemoryFacts,
+    wanted: int | None = None,
+    unpacked: Mapping[str, int | None] | None = None,
 ) -> tuple[Group, ...]:
     """The groups of these models. Raises ModelError for a model that does not fit alone.
 
     ``weights``: model -> bytes of its weights in memory, in the order of the command; None for a
     model that is not on this machine yet. Such a model gets the machine alone. ``wanted``: bytes
-    for keys and values of all models together (``--memory``).
+    for keys and values of all models together (``--memory``). ``unpacked``: bytes of the weights
+    where workers unpack them; None if they do not.
     """
     found: list[tuple[str, ...]] = []
     for model, size in weights.items():
@@ -59,7 +71,7 @@ def plan_groups(
                 break
         else:
             found.append((model,))
-    return tuple(_group(models, weights, facts, wanted) for models in found)
+    return tuple(_group(models, weights, facts, wanted, unpacked) for models in found)
 
 
 def _group(
@@ -67,12 +79,18 @@ def _group(
     weights: Mapping[str, int | None],
     facts: MemoryFacts,
     wanted: int | None,
+    unpacked: Mapping[str, int | None] | None,
 ) -> Group:
     if len(models) == 1:
         return Group(models, wanted)
     share = _share([weights[model] or 0 for model in models], facts, wanted)
     assert share is not None
-    return Group(models, share)
+    if unpacked is None:
+        return Group(models, share)
+    # Each of the processes would reckon with itself alone.
+    sizes = [unpacked[model] or weights[model] or 0 for model in models]
+    lesser = _share(sizes, facts, wanted) if sum(sizes) <= facts.recommended // 2 else None
+    return Group(models, share, stays_packed=True) if lesser is None else Group(models, lesser)
 
 
 def _share(sizes: Sequence[int], facts: MemoryFacts, wanted: int | None) -> int | None:

@@ -12,7 +12,7 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchkv_producer.server import connection
@@ -78,17 +78,17 @@ class Processes:
         slug = re.sub(r"[^A-Za-z0-9_.]+", "-", model.rstrip("/").rsplit("/", 1)[-1]).strip("-.")
         return f"{self._host}-{slug[:24] or 'model'}-{secrets.token_hex(2)}"
 
-    def start(self, model: str, name: str, memory_bytes: int | None) -> None:
-        """Start the process of a model. Raises OSError."""
-        memory = ["--memory", str(memory_bytes)] if memory_bytes else []
+    def start(self, model: str, name: str, flags: Sequence[str]) -> None:
+        """Start the process of a model, with flags besides those of all. Raises OSError."""
         kept = {key: text for key, text in os.environ.items() if key not in OWN_VARIABLES}
         kept[connection.URL_VARIABLE] = self._command.url
         kept.pop(connection.URL_FILE_VARIABLE, None)
         child = subprocess.Popen(
             [
                 *self._command.words,
-                *("--model", model, "--name", name, "--exit-with-parent", *memory),
+                *("--model", model, "--name", name, "--exit-with-parent"),
                 *self._command.arguments,
+                *flags,
             ],
             stdin=subprocess.PIPE,
             env=kept,

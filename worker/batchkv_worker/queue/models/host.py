@@ -74,7 +74,7 @@ class Host:
         self._presence = Presence(connection, plan.name, first, LOOK_SECONDS, more)
         groups = [group.models for group in plan.groups]
         self._rules = Rules(groups, plan.stay_seconds, is_eager=not plan.is_burst)
-        self._memory = {model: one.memory_bytes for one in plan.groups for model in one.models}
+        self._flags = {model: one.flags for one in plan.groups for model in one.models}
         self._processes = Processes(plan.command, plan.name)
         self._watcher = Watcher(connection, plan.name, plan.models)
         self._setbacks = Setbacks()
@@ -166,7 +166,7 @@ class Host:
         model, self._next = self._next.model, None
         self.num_loads += 1
         try:
-            self._processes.start(model, self._next_name, self._memory[model])
+            self._processes.start(model, self._next_name, self._flags[model])
         except OSError as fault:  # too many processes, or too little memory for one more
             pause = self._setbacks.note_end(model, EXIT_ENGINE_DIED, time.monotonic())
             log.error("%s cannot be started: %s; again in %.0f s", model, fault, pause)

@@ -64,8 +64,10 @@ def check_several(
 
 def make_plan(asked: Asked, settings: WorkerSettings) -> HostPlan:
     """The plan of a host. Raises ModelError for a model that does not fit on this machine."""
-    weights, facts = read_machine(asked.models, settings.cache, settings.dtype)
-    groups = plan_groups(weights, facts, settings.memory_bytes)
+    weights, unpacked, facts = read_machine(asked.models, settings.cache, settings.dtype)
+    if settings.weights == "packed":
+        unpacked = None
+    groups = plan_groups(weights, facts, settings.memory_bytes, unpacked)
     words: list[str] = []
     for setting in TABLE:
         if setting.name and setting.name not in OWN and asked.flags.get(setting.name):

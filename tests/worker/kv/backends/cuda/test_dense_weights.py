@@ -83,6 +83,9 @@ def test_a_worker_asks_its_device(packed_model: Path, monkeypatch: pytest.Monkey
     assert packed_layers(engine.loaded.model) == 0 and compiled_for == [0]
     assert engine.loaded.weight_bytes == 4 * get_total_parameters(engine.loaded.model)
     engine.close()
+    engine = build_engine(WorkerSettings.from_env({}, model=str(packed_model), weights="packed"))
+    assert packed_layers(engine.loaded.model) == 29 and compiled_for == [0, 29]
+    engine.close()
 
 
 def test_a_bench_measures_such_a_model(packed_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
