@@ -313,7 +313,9 @@ def test_a_gpu_that_others_use_is_shared(
     models take later changes nothing.
     """
     limits: list[int] = []
+    kept: list[int] = []
     monkeypatch.setattr(mx, "set_memory_limit", limits.append)
+    monkeypatch.setattr(mx, "set_cache_limit", kept.append)
     if free is None:
         del cuda["free_memory"]
     else:
@@ -325,6 +327,7 @@ def test_a_gpu_that_others_use_is_shared(
     assert limits == ([] if expected is None else [int(expected * GIB * 0.95)])
     used = f"{80 - (expected or 80)}.0 GB of the device's memory are in use already"
     assert (used in caplog.text) == (expected is not None)
+    assert kept == [5 * GIB] and "MLX keeps up to 5.0 GB of freed memory" in caplog.text
     assert isinstance(mx.quantized_matmul, packed_products._Joined)
 
 
@@ -337,6 +340,7 @@ def test_cuda_lets_another_thread_launch_steps(
     monkeypatch.setattr(device, "kind", lambda: kind)
     monkeypatch.setattr(device, "share_stream", lambda: shared.append(1))
     monkeypatch.setattr(device, "_keep_kernels", lambda: None)
+    monkeypatch.setattr(device, "_leave_memory", lambda: None)
     monkeypatch.setattr(mx, "quantized_matmul", mx.quantized_matmul)  # restored afterwards
     device.prepare_device(wired_limit=False)
     assert len(shared) == num_shared

@@ -12,7 +12,12 @@ from batchkv_producer.errors import BatchkvError
 from batchkv_producer.server.home import home_from_environment
 from batchkv_worker.kv.backends import host_memory, mlx_kernels, packed_products
 from batchkv_worker.kv.backends.launching import share_stream
-from batchkv_worker.kv.backends.memory_budget import Kind, MemoryFacts, pool_limit
+from batchkv_worker.kv.backends.memory_budget import (
+    Kind,
+    MemoryFacts,
+    cuda_pool_limit,
+    pool_limit,
+)
 
 log = logging.getLogger("batchkv.device")
 
@@ -24,12 +29,12 @@ _CLEAN_ROUNDS = 2  # without an error, after which the device has nothing left t
 
 
 def prepare_device(*, wired_limit: bool) -> None:
-    """Log the device, and limit the memory that MLX takes on a Mac.
+    """Log the device, and limit the memory that MLX takes on a GPU.
 
-    By default MLX on Metal keeps most of a Mac's memory once it was used. So the memory that it
-    keeps after it was freed gets a limit. And when more is in use than the device recommends, MLX
-    waits for running work before it starts more. On CUDA, MLX's own limits stay where no other
-    program uses the device: to allocate freed memory again costs much.
+    By default MLX keeps most of the memory that was used once. So the memory that it keeps after it
+    was freed gets a limit. And when more is in use than the device recommends, MLX on Metal waits
+    for running work before it starts more. On CUDA that limit stays MLX's own where no other
+    program uses the device.
 
     On CUDA the calling thread gets another default stream, which other threads may use, too. MLX
     keeps its kernels in the home folder, and multiplies all rows with packed weights at once. So
@@ -74,8 +79,15 @@ def _keep_kernels() -> None:
 
 
 def _leave_memory() -> None:
-    """Leave other programs what they use of the device's memory. MLX's own limit counts none."""
-    if (free := free_bytes()) < (total := _recommended_bytes()):
+    """Leave other programs what they use of the device's memory. MLX's own limit counts none.
+
+    And do not keep what is freed, for programs that come later.
+    """
+    free, total = free_bytes(), _recommended_bytes()
+    pool = cuda_pool_limit(total)
+    mx.set_cache_limit(pool)
+    log.info("MLX keeps up to %.1f GB of freed memory", pool / 2**30)
+    if free < total:
         mx.set_memory_limit(int(free * _FREE_SHARE))
         log.info(
             "%.1f GB of the device's memory are in use already: MLX may use %.1f GB",

@@ -18,6 +18,7 @@ from batchkv_worker.kv.backends.memory_budget import (
     MemoryFacts,
     MemoryPlan,
     ModelFacts,
+    cuda_pool_limit,
     plan_memory,
     pool_limit,
 )
@@ -107,7 +108,8 @@ def _share(sizes: Sequence[int], facts: MemoryFacts, wanted: int | None) -> int 
 
 def _plan(sizes: Sequence[int], facts: MemoryFacts) -> MemoryPlan:
     """The memory of several processes, each with a pool of its own."""
-    pools = (len(sizes) - 1) * pool_limit(facts.ram) if facts.kind == "metal" else 0
+    limits = {"metal": pool_limit(facts.ram), "cuda": cuda_pool_limit(facts.recommended)}
+    pools = (len(sizes) - 1) * limits.get(facts.kind, 0)
     share = DENSE_SHARE if facts.kind == "metal" else 0.0
     return plan_memory(facts, ModelFacts(sum(sizes) + pools, share))
 
