@@ -40,8 +40,8 @@ page: $(DEV_STAMP) ## The gateway's page in Chromium, with pictures in build/pag
 	BATCHKV_PAGE=all $(PYTHON) -m pytest -s -n 0 tests/page tests/gateway/page $(ARGS)
 
 parity: $(DEV_STAMP) ## Compare every family of caches under every KV scheme, row by row (ARGS='-k llama')
-	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity tests/worker/kv \
-	    tests/worker/engine/schedule tests/worker/report $(ARGS)
+	BATCHKV_PARITY=all $(PYTHON) -m pytest tests/parity tests/recall tests/worker/kv \
+	    tests/worker/engine tests/worker/prefix tests/worker/report $(ARGS)
 
 kernels: $(DEV_STAMP) ## Compile the kernels for GPUs where nvcc, NVRTC and clang are installed (ARGS=metal)
 	$(PYTHON) tests/worker/kv/kernels/compile_gpu.py $(ARGS)

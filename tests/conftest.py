@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batchkv_worker.kv.backends import blas
+from parity import few_cases
+from parity.few import RUNS_ALL
 from support.homes import remove_measurements
 from support.redis_server import RedisServer, running_server
 
@@ -47,6 +49,15 @@ settings.load_profile("batchkv")
 def home_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing is written into the home folder of whoever runs the tests."""
     os.environ.setdefault("BATCHKV_HOME", str(tmp_path_factory.mktemp("home")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of tests that have many of them. A case that is named itself runs."""
+    if RUNS_ALL or any("[" in argument for argument in config.args):
+        return
+    items[:], left_out = few_cases.split(items)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

@@ -45,6 +45,7 @@ if RUNS_ALL:
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "scheme"), CELLS)
 def test_answers_by_scheme(family: str, scheme: str) -> None:
     """Float answers nearly every prompt; 8 bits lose half a point of that at most."""
@@ -64,6 +65,7 @@ def test_four_bits_can_do(family: str) -> None:
     assert best >= accuracy(family, "float") - MOST_LOST_AT_4_BITS, measured
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "scheme", "kind", "plant"), FAULTS)
 def test_faults_lower_accuracy(family: str, scheme: str, kind: Kind, plant: Plant) -> None:
     """At most half of the answers stay right; without the fault nearly all are."""

@@ -64,6 +64,7 @@ def work(job_id: str, prompt: str = "1 2 3", **params: Any) -> Work:
     return Work(job_id, request)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [
@@ -108,6 +109,7 @@ def test_sixty_four_rows_of_one_to_three_chunks() -> None:
         assert list(ended[str(index)].token_ids) == expected, (index, len(prompt))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["fused", "folded", "packed"])
 def test_every_attention_path_gives_the_same_tokens(path: Path) -> None:
     """Fused, folded and packed attention agree, whichever the probe would choose."""
@@ -144,6 +146,7 @@ def test_chunk_size_and_slots_change_nothing() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["folded", "fused", "packed"])
 def test_rounded_shapes_change_nothing(path: Path) -> None:
     """Columns, rows and widths rounded up for a backend that likes few shapes: the same tokens."""
@@ -647,6 +650,7 @@ def test_rows_that_come_in_together_start_together() -> None:
     assert views == [(8, True)] * 10
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("scheme", ["float", "affine8"])
 @pytest.mark.parametrize(
     "backend",

@@ -42,6 +42,7 @@ def computed(plan: Scheduler) -> list[str]:
     return [row.job_id for row in plan.finish_group()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("scheme", ["float", "turbo4"])
 def test_rows_that_join_with_one_copy_are_as_if_they_joined_alone(

@@ -67,6 +67,7 @@ MODELS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("backend", "family", "scheme"),
     few([(backend, *model) for model in MODELS for backend in BACKENDS], 6),
@@ -82,6 +83,7 @@ def test_rows_that_move_together_keep_their_tokens(
     assert found == wanted and not any(sizes)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("multiple", "left", "moved"),
     [

@@ -51,6 +51,7 @@ def answers(crowd: Crowd, rows: dict[str, list[int]]) -> dict[str, list[int]]:
     return {job_id: crowd.tokens(job_id) for job_id in rows}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [

@@ -80,6 +80,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("backend", "workload"), ASKED)
 def test_a_run_asks_for_what_it_did(backend: str, workload: str, asked: Counter[str]) -> None:
     """A change of these numbers is a change of every step: it is meant, or it is a fault."""

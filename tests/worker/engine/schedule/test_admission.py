@@ -88,6 +88,7 @@ def run(running: Engine, wanted: list[Sequence]) -> dict[str, Completed]:
     return ended
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme", "num_parked"),
     few(

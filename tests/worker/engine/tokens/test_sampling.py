@@ -77,6 +77,7 @@ def test_rows_with_and_without_filters_share_a_call() -> None:
     assert set(tokens[1::2]) == {3} and set(tokens[0::2]) == {0, 1, 2, 3}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("has_ties", [False, True])
 @pytest.mark.parametrize(
     "params",

@@ -239,6 +239,7 @@ def test_a_chunk_of_rows_behind_prefixes_of_their_own(
         assert apart <= BOUNDS[mx.float32] * mx.abs(found).max().item(), (mask, apart)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_decode_is_attention_over_both_parts(name: str, dtype: mx.Dtype) -> None:
@@ -254,6 +255,7 @@ def test_decode_is_attention_over_both_parts(name: str, dtype: mx.Dtype) -> None
             check_attend(kind, path, (4, 1, 5, 96), ragged(4, 96), with_sinks)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.usefixtures("at_once")
@@ -801,6 +803,7 @@ def test_every_family_is_known() -> None:
     assert {*SHARING, *APART, "llama4"} == {*tiny_models.ALL_FAMILIES, "gear"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", SHARING if RUNS_ALL else FEW)
 def test_rows_behind_prefixes(family: str) -> None:
     """Two prefixes and a part of one at once, joins and leaves: the tokens of rows without.
@@ -814,6 +817,7 @@ def test_rows_behind_prefixes(family: str) -> None:
     assert not crowd.engine._slots.layouts.prefixes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 def test_floats_behind_prefixes(family: str) -> None:
     """Engines of their own with shared prefixes and without; and mlx-lm's own tokens."""
@@ -823,6 +827,7 @@ def test_floats_behind_prefixes(family: str) -> None:
     crowd.check_alone("long 0", "short 3", "exact long", "one after", "part 2")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [

@@ -391,6 +391,7 @@ def test_layers_that_hold_other_dtypes_are_not_alike() -> None:
     assert joint_product.signature_of(layers[0], x) != joint_product.signature_of(layers[1], x)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "qwen3_next"])
 def test_whole_engines_give_the_same_tokens_both_ways(

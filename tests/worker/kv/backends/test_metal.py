@@ -138,6 +138,7 @@ MODELS: dict[str, tuple[str, str, Path, list[int]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_between_two_multiples_have_the_same_shapes(name: str) -> None:
     """A step's whole graph, primitive by primitive; prefixes are shared where the model allows."""
@@ -230,6 +231,7 @@ LOADS: dict[str, tuple[list[int], int]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("load", LOADS)
 def test_a_step_allocates_little(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At Qwen3-4B's shape, 32 rows of about 1,000 columns: at most 16 MB a step are new."""
@@ -292,6 +294,7 @@ class Watched(MetalBackend):
         return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme", "path"),
     few(

@@ -80,6 +80,7 @@ def logits(model: Any, *chunks: list[list[int]]) -> list[mx.array]:
     return [model(mx.array(tokens), cache=cache) for tokens in chunks]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "phi3", "gpt_oss"])
 def test_whole_engines_give_the_same_tokens(family: str, launch: CppLaunch) -> None:
     """Each block's two sums, in steps and in chunks."""

@@ -195,6 +195,7 @@ def test_the_gate_is_replaced_only_where_powers_are_faster(module: ModuleType) -
     assert module.swiglu is swiglu._original
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text"])
 @pytest.mark.parametrize("scheme", ["float", "affine8"])
 def test_whole_engines_give_the_same_tokens_both_ways(family: str, scheme: str) -> None:

@@ -68,6 +68,7 @@ def stored(case: Case, both: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.ar
     return case.scheme.keys.rotate(both[0]), case.scheme.values.rotate(both[1])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("keys", "values", "dtype", "size", "value_size"), pairs(), ids=str)
 def test_a_chunk_has_the_bits_of_the_scheme(
     keys: str, values: str, dtype: mx.Dtype, size: int, value_size: int, tmp_path: Path
@@ -176,6 +177,7 @@ def test_a_planted_fault_is_seen(fault: int, folder: Path, monkeypatch: pytest.M
     assert not is_right(kernel)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kv_heads", [1, 3, 4, 10])
 @pytest.mark.parametrize(
     ("names", "sizes"),

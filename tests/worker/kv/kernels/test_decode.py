@@ -56,12 +56,14 @@ MATRICES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [*CASES, *(covering() if IS_LONG else ())], ids=str)
 def test_attention_is_that_of_float32(case: Case, folder: Path) -> None:
     """With rows of any length in slices of buffers, shared prefixes and sinks."""
     Sample.of(case).check(CppLaunch(folder))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case", [*MATRICES, *(filter(has_matrices, covering(1)) if IS_LONG else ())], ids=str
 )
@@ -70,6 +72,7 @@ def test_products_of_matrices_give_the_same(case: Case, folder: Path) -> None:
     Sample.of(case).check(CppLaunch(folder), matrices=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize("length", [40, 1100])
 def test_each_scale_of_scores_has_kernels_of_its_own(

@@ -53,6 +53,7 @@ def rows_of(count: int, seed: int) -> list[Sequence | None]:
     return rows
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("total", [7, 500, 5000])
 @pytest.mark.parametrize("kind", ["any", "ties", "equal", "few"])
 def test_tokens_are_those_of_operations(kind: str, total: int, folder: Path) -> None:

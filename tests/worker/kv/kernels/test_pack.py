@@ -42,6 +42,7 @@ def hard_numbers(dtype: mx.Dtype, size: int) -> mx.array:
     return mx.concatenate(rows).astype(dtype)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("keys", "values", "dtype", "size"), pairs(), ids=str)
 def test_packing_gives_the_bits_of_the_scheme(
     keys: str, values: str, dtype: mx.Dtype, size: int, tmp_path: Path
@@ -57,6 +58,7 @@ def test_packing_gives_the_bits_of_the_scheme(
     assert mx.array_equal(records, case.layout.join(*packed))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("keys", "values", "dtype", "size"), pairs(), ids=str)
 def test_rows_of_a_group_are_placed_with_the_bits_of_the_scheme(
     keys: str, values: str, dtype: mx.Dtype, size: int, tmp_path: Path

@@ -40,6 +40,7 @@ def is_right(kernel: ResidualKernel, x: mx.array, added: mx.array, weights: mx.a
     return same and share <= TOLERANCES[x.dtype]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [8, 64, 255, 256, 257, 2560])
 def test_sums_are_equal_and_norms_nearly(size: int, dtype: mx.Dtype, folder: Path) -> None:

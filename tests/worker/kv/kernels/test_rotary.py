@@ -84,6 +84,7 @@ def both(
     return (wanted[0], wanted[1]), RotaryKernel(launch)(turn, queries, keys, *given)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("dtype", "tokens"), [(mx.float32, 1), (mx.bfloat16, 1), (mx.float32, 5)])
 @pytest.mark.parametrize(
     "turn",
@@ -106,6 +107,7 @@ def test_results_are_those_of_operations(
     assert launch.counts == {ROTARY.name: 1}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "turn", [PLAIN, Turn(80, 20, False, EPSILONS), Turn(66, 33, True, EPSILONS)]
 )

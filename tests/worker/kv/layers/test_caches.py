@@ -105,6 +105,7 @@ def test_a_block_of_many_layers_is_few_arrays() -> None:
     assert len(Bundle(rows.block(0, 0, 8)).arrays) <= 6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", EVERY_KIND)
 def test_the_second_turn_hits(family: str) -> None:
     """H3, H6, H10, K4, O2, T3: prompts of two blocks and one token, of two blocks, and beyond.
@@ -208,6 +209,7 @@ def test_a_window_of_one_token_behind_a_prefix() -> None:
     assert list(crowd.run("warm", random_prompt(1, 300)).token_ids) == list(cold.token_ids)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [256, 300, 512, 557])
 def test_prefixes_shorter_and_longer_than_a_window(length: int) -> None:
     """W4, W6: a window of 300 over one, two and no whole blocks of prefix, in order."""
@@ -268,6 +270,7 @@ def test_warm_runs_are_equal_bit_for_bit() -> None:
     assert crowd.ended["cold"].token_ids == warm.token_ids
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["affine8", "k8v4", "nvfp4", "turbo4", "affine4,last=float"])
 def test_schemes_are_what_the_buffers_hold(scheme: str) -> None:
     """Q1, Q2: every layer's buffers have the bytes of the scheme that was asked for."""

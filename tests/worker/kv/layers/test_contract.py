@@ -85,6 +85,7 @@ def live(checked: CheckedSlots, rng: random.Random, turns: int) -> None:
         checked.check()
 
 
+@pytest.mark.few(8)
 @every_group
 def test_random_histories(kinds: list[LayerKind]) -> None:
     """Whatever comes, goes and moves: contents, bits, sizes, bytes and masks are as they should."""
@@ -101,6 +102,7 @@ def test_random_histories_of_all_kinds(step: int) -> None:
     live(checked, random.Random(step), 25)
 
 
+@pytest.mark.few(8)
 @every_group
 def test_buffers_grow_and_shift(kinds: list[LayerKind]) -> None:
     """A longer row shifts the others right, growth and a shift to the left change no content."""

@@ -38,6 +38,7 @@ from worker.kv.reference import (
 HYBRID = ("qwen3_next", "falcon_h1", "lfm2", "mamba2")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", [*HYBRID, "gemma3_text"])
 def test_rows_without_a_token_in_a_chunk(family: str) -> None:
     """F4, F5, F6: one group of 1 token to more than a block; a chunk ends where states are kept.
@@ -94,6 +95,7 @@ def _attend(path: Any, scheme: LayerScheme, queries: mx.array, *rest: Any) -> mx
     return paths.attend(layer, queries, keys, values, 0.2, mask)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["affine8,first=float", "affine8,last=float", "float,0=turbo4"])
 @pytest.mark.parametrize("family", ["gemma3_text", "cohere2"])
 def test_masks_are_of_the_layers_own_kind(family: str, scheme: str) -> None:
@@ -267,6 +269,7 @@ def test_admission_holds_a_row_twice_not_the_batch() -> None:
     assert mx.get_peak_memory() - before < 3 * 200 * kind.bytes_per_token
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["fused", "folded", "packed"])
 def test_slots_may_keep_codes_spread(way: str) -> None:
     """The form that slots keep 3-bit codes in changes no token, no block and no byte."""

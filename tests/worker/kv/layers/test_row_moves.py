@@ -72,6 +72,7 @@ def moved_by_chance(crowd: CheckedSlots, rng: random.Random) -> list[Move]:
     return moves
 
 
+@pytest.mark.few(4)
 @both_ways
 @pytest.mark.parametrize("name", GROUPS)
 def test_moves_made_together_are_those_made_one_by_one(name: str, at_once: bool) -> None:
@@ -100,6 +101,7 @@ def test_moves_made_together_are_those_made_one_by_one(name: str, at_once: bool)
     assert num_chains  # rows entered slots that others left with them
 
 
+@pytest.mark.few(4)
 @both_ways
 @pytest.mark.parametrize("name", GROUPS)
 def test_closing_gaps_moves_the_fewest_rows(name: str, at_once: bool) -> None:
@@ -161,6 +163,7 @@ def closing(monkeypatch: pytest.MonkeyPatch, words: str, at_once: bool) -> tuple
     return Counter(_LABEL.findall(text.getvalue())), len(waits)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "buffers"), [("float", 2), ("affine8", 6), ("turbo4", 6), ("affine8 record", 1)]
 )
@@ -183,6 +186,7 @@ def test_row_by_row_lines_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert waits == 2 * 3 - 1
 
 
+@pytest.mark.few(4)
 @both_ways
 @pytest.mark.parametrize("words", ["float", "affine8", "affine8 record"])
 @pytest.mark.parametrize("num_moves", [1, 8])

@@ -52,6 +52,7 @@ def names_of_wrong(checks: tuple[PathCheck, ...]) -> set[str]:
     return {one.name for one in checks if not one.is_ok}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["float", "affine8", "affine2", "nvfp4", "turbo3"])
 def test_right_paths_are_right_at_every_length(name: str) -> None:
     """With a mask and without, and so are the stored values; nothing comes near a tolerance."""

@@ -39,6 +39,7 @@ def test_the_gain_grows_in_a_line(short: float, long: float, cost: int) -> None:
     assert crossover(1000, short, 7000, long) == cost
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "path"),
     [

@@ -52,6 +52,7 @@ def test_rows_share_blocks_only_with_rows_of_their_salt(tmp_path: Path) -> None:
         assert salted(engine, "c", "b", None, "a") == [0, 768, 768, 768]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("family", "scheme"), CELLS)
 def test_a_second_worker_takes_every_full_block(family: str, scheme: str, tmp_path: Path) -> None:
     """What one engine computed is a hit in another: all full blocks, the same tokens as cold."""
