@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from batchkv_producer.doctor.contract import Level
-from batchkv_worker.doctor.together import GIB, judge
+from batchkv_worker.doctor.together import GIB, judge, look
+from batchkv_worker.kv.backends.memory_budget import MemoryFacts
+from batchkv_worker.model import footprint
 from batchkv_worker.queue.models.groups import Group
 
 
@@ -19,3 +23,17 @@ def test_what_fits_together_is_named_with_its_memory() -> None:
 def test_a_model_that_is_not_here_is_named() -> None:
     """Its size is not known, so nothing can be said."""
     assert "the size of owner/b is not known" in judge([], ["owner/b"]).found
+
+
+def test_weights_that_stay_packed_leave_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose workers would unpack them, if nothing else is set."""
+    machine = footprint.Machine(
+        {"a": 3 * GIB, "b": 8 * GIB},
+        {"a": 10 * GIB, "b": 30 * GIB},
+        MemoryFacts("cuda", 128 * GIB, 80 * GIB),
+    )
+    monkeypatch.setattr(footprint, "read_machine", lambda *_: machine)
+    monkeypatch.delenv("BATCHKV_WEIGHTS", raising=False)
+    assert "a and b with 13.5 GiB for each" in look(["a", "b"], "").found
+    monkeypatch.setenv("BATCHKV_WEIGHTS", "packed")
+    assert "a and b with 28.0 GiB for each" in look(["a", "b"], "").found

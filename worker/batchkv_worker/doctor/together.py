@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from batchkv_producer.doctor.contract import Verdict, ok, warn
+from batchkv_producer.settings_table import BY_NAME
 from batchkv_worker.doctor.capacity import GIB
 from batchkv_worker.queue.models.groups import Group, plan_groups
 
@@ -23,7 +25,9 @@ def look(models: Sequence[str], cache: str) -> Verdict:
 
     machine = read_machine(models, cache or None, "auto")
     unknown = [model for model, size in machine.weights.items() if size is None]
-    groups = plan_groups(machine.weights, machine.facts, unpacked=machine.unpacked)
+    stay_packed = os.environ.get(BY_NAME["weights"].variable) == "packed"
+    unpacked = None if stay_packed else machine.unpacked
+    groups = plan_groups(machine.weights, machine.facts, unpacked=unpacked)
     return judge(groups, unknown)
 
 

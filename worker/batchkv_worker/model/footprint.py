@@ -71,7 +71,8 @@ def weight_bytes(model: str, dtype: str, *, is_unpacked: bool = False) -> int | 
         sizes = {name: _tensor_bytes(one, dtype) for name, one in tensors.items()}
         if is_unpacked:
             config = json.loads((folder / "config.json").read_text("utf-8"))
-            _unpack(sizes, tensors, config.get("quantization") or {}, dtype)
+            kinds = config.get("quantization") or config.get("quantization_config") or {}
+            _unpack(sizes, tensors, kinds, dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return sum(sizes.values()) or None
