@@ -50,7 +50,8 @@ def test_cases_of_one_parameter_are_spread() -> None:
     [
         ([], "", "5 passed, 3 deselected"),
         ([], "all", "8 passed"),
-        (["-k", "a"], "", "5 passed, 3 deselected"),  # first few, then by name
+        (["-k", "b-1"], "", "8 deselected"),  # not among the few, which are chosen first
+        (["-k", "b-1"], "all", "1 passed, 7 deselected"),
         (["test_case.py::test_many[b-2]"], "", "1 passed"),
     ],
 )
@@ -62,7 +63,9 @@ def test_the_suite_runs_few(words: list[str], runs_all: str, passed: str, tmp_pa
     ini = "[pytest]\nmarkers = few(count): few\n"
     (tmp_path / "pytest.ini").write_text(ini)
     environment = {**os.environ, "BATCHKV_PARITY": runs_all, "PYTHONPATH": str(tests)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
+    environment["BKV_TEST_RUN"] = str(tmp_path / "measured")  # the run deletes its own
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
+        environment.pop(name, None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert f"{passed} in" in done.stdout, done.stdout + done.stderr

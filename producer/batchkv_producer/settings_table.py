@@ -13,7 +13,7 @@ from batchkv_producer.setting import ValueType as ValueType
 
 ADMISSIONS = ("worst", "optimistic")  # how much memory a row's answer gets before it starts
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("auto", "packed")
+WEIGHTS = ("auto", "packed", "unpacked")
 CACHE_WRITES = ("needed", "shared", "all")
 _DAY = 86_400
 _WEEK = 7 * _DAY
@@ -113,10 +113,11 @@ TABLE = (
     ),
     Setting(
         "weights", ("BATCHKV_WEIGHTS",), "--weights", ValueType.CHOICE, "auto", choices=WEIGHTS,
-        metavar="|".join(WEIGHTS), help="Whether packed weights may be unpacked.",
-        about="`auto`: weights of 4, 8 and other bits are unpacked as they are read, where dense "
-        "ones are faster and take at most half of the free memory. That is on CUDA alone. "
-        "`packed`: they stay packed, and the memory is left to keys and values",
+        metavar="|".join(WEIGHTS), help="Whether packed weights are unpacked (CUDA).",
+        about="`auto`: on CUDA, weights of 4, 8 and other bits are unpacked as they are read, if "
+        "the model then takes at most half of the free memory. `packed`: they stay packed, and the "
+        "memory is left to keys and values. `unpacked`: they are unpacked in any case, and other "
+        "devices refuse it",
     ),
     Setting(
         "wired_limit", ("BATCHKV_WIRED_LIMIT",), "--wired-limit", ValueType.SWITCH, "off",

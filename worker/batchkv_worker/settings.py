@@ -33,7 +33,7 @@ PREFIX = "BATCHKV_"
 WAVES_AHEAD = 2  # default of the rows that wait in the engine, for each slot
 SETTINGS = tuple(setting for setting in TABLE if setting.is_plain)
 Admission = Literal["worst", "optimistic"]  # ``settings_table.ADMISSIONS``
-Weights = Literal["auto", "packed"]  # ``settings_table.WEIGHTS``
+Weights = Literal["auto", "packed", "unpacked"]  # ``settings_table.WEIGHTS``
 
 
 class _Explained(ValueError):
@@ -205,6 +205,14 @@ class WorkerSettings:
     def rows_ahead(self, slots: int) -> int:
         """The rows that wait in an engine of so many ``slots``, besides those in slots."""
         return WAVES_AHEAD * slots if self.prefetch is None else self.prefetch
+
+    def check_device(self, kind: str) -> None:
+        """Raise SettingsError for what this kind of device (``cpu``, ``metal``, ``cuda``) lacks."""
+        if self.weights == "unpacked" and kind != "cuda":
+            raise SettingsError(
+                "--weights unpacked: only NVIDIA GPUs multiply unpacked weights faster. Leave out "
+                "the flag, and BATCHKV_WEIGHTS"
+            )
 
     def served_name(self, adapter: str = "") -> str:
         """The name of the model with one of the adapters, or alone. It names a queue."""

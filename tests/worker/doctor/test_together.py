@@ -34,6 +34,6 @@ def test_weights_that_stay_packed_leave_more_memory(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(footprint, "read_machine", lambda *_: machine)
     monkeypatch.delenv("BATCHKV_WEIGHTS", raising=False)
-    assert "a and b with 13.5 GiB for each" in look(["a", "b"], "").found
-    monkeypatch.setenv("BATCHKV_WEIGHTS", "packed")
+    assert "a and b with 13.5 GiB for each, weights unpacked" in look(["a", "b"], "").found
+    monkeypatch.setenv("BATCHKV_WEIGHTS", "packed ")
     assert "a and b with 28.0 GiB for each" in look(["a", "b"], "").found

@@ -109,7 +109,6 @@ def test_sixty_four_rows_of_one_to_three_chunks() -> None:
         assert list(ended[str(index)].token_ids) == expected, (index, len(prompt))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["fused", "folded", "packed"])
 def test_every_attention_path_gives_the_same_tokens(path: Path) -> None:
     """Fused, folded and packed attention agree, whichever the probe would choose."""
@@ -146,7 +145,6 @@ def test_chunk_size_and_slots_change_nothing() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["folded", "fused", "packed"])
 def test_rounded_shapes_change_nothing(path: Path) -> None:
     """Columns, rows and widths rounded up for a backend that likes few shapes: the same tokens."""

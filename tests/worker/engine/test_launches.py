@@ -487,7 +487,6 @@ def test_the_first_draw_of_the_kernel_is_compared_after_the_launch() -> None:
     assert joined == [1]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("at", [{1}, {3}, {9, 10}, {25}])
 def test_memory_that_runs_out_during_a_launch(
     at: set[int], wanted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch

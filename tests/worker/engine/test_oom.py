@@ -81,7 +81,6 @@ PLACES: dict[str, tuple[Any, str, set[int]]] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_rows_go_on_token_for_token(place: str) -> None:
     """Wherever memory runs out: every row ends with the tokens that it has without the fault."""

@@ -323,7 +323,6 @@ def test_a_long_prefix_is_not_copied_for_each_row(
     assert found == crowd_of("llama", "affine8", None).answers(rows)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["affine8", "float", "k8v4", "turbo4"])
 def test_few_rows_behind_each_of_several_prefixes_are_one_chunk(
     scheme: str, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
@@ -368,7 +367,6 @@ class WithRecords(Backend):
         return PlainKernels(RecordLayout.of(scheme, dtype))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("has_room", [True, False], ids=["sharing", "no room to share"])
 @pytest.mark.parametrize(("scheme", "path"), [("float", "folded"), ("affine8", "kernel")])
 def test_rows_behind_several_warm_prefixes(
@@ -407,7 +405,6 @@ def test_rows_behind_several_warm_prefixes(
     assert found[0] == found[1]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("what", ["other numbers", "slower", "refused", "unfinished"])
 def test_a_kernel_that_is_not_better_is_not_used(
     what: str,

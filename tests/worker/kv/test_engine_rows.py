@@ -80,7 +80,6 @@ def test_a_cancel_in_prefill_frees_everything(family: str) -> None:
     assert not crowd.engine._prefill.is_active
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gear"])
 def test_memory_is_kept_to(family: str) -> None:
     """G5, G3: random rows, and slots and prefill never hold more than was allowed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from batchkv_worker.model.footprint import weight_bytes
 
 
@@ -51,6 +53,14 @@ def test_packed_weights_grow_when_they_are_unpacked(tmp_path: Path) -> None:
     floats = 2 * (1024 + 256) + 16384
     assert weight_bytes(model, "float32", is_unpacked=True) == 2 * 2 * dense + floats
     assert weight_bytes("demo", "auto", is_unpacked=True) == weight_bytes("demo", "auto")
+
+
+@pytest.mark.parametrize("name", ["a.qweight", "a.weight_packed"])
+def test_the_unpacked_size_of_others_weights_is_not_known(name: str, tmp_path: Path) -> None:
+    """mlx-lm converts what other programs packed while it reads them."""
+    model = write(tmp_path / "m", {name: ("U32", [8, 4], 128)})
+    assert weight_bytes(model, "auto") == 128
+    assert weight_bytes(model, "auto", is_unpacked=True) is None
 
 
 def test_a_model_that_is_not_here_has_no_size(tmp_path: Path) -> None:

@@ -91,7 +91,6 @@ def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return turns
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_blocks_cut_together_are_those_cut_alone(
     name: str, monkeypatch: pytest.MonkeyPatch

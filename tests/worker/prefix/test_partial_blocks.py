@@ -279,7 +279,6 @@ def test_a_leader_shares_what_is_stored_of_its_prompt() -> None:
         assert shared["leader"] == 512 and {shared[str(index)] for index in range(3)} == {576}
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("points", [(64,), (192,), (512, 576), (256, 448, 512)])
 def test_a_part_of_a_block_holds_no_whole_block(points: tuple[int, ...]) -> None:
     """Also when the block is evicted: no more is in memory than is counted."""

@@ -84,7 +84,6 @@ def test_blocks_of_rows_that_were_computed_again_serve() -> None:
         assert cached(run(engine, [second])) == [128]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, 5])
 def test_too_little_memory_for_blocks_changes_no_token(num_blocks: int) -> None:
     """Blocks go while rows wait for their beginnings; those rows compute them again."""

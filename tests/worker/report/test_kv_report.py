@@ -110,7 +110,6 @@ def test_the_demo_model_is_measured() -> None:
         assert set(one["paths"]) <= set(get_args(AttentionPath))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "kinds", "paths"),
     few(

@@ -79,6 +79,7 @@ def test_a_path_that_is_wrong_is_shown_with_the_reason(
         (["--slots", "0"], "--slots 0"),
         (["--dtype", "int8"], "--dtype"),
         (["--weights", "dense"], "--weights"),
+        (["--weights", "unpacked"], "--weights unpacked: only NVIDIA GPUs"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(flags: list[str], said: str, home: Path) -> None:

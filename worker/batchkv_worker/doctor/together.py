@@ -10,7 +10,7 @@ from typing import Any
 from batchkv_producer.doctor.contract import Verdict, ok, warn
 from batchkv_producer.settings_table import BY_NAME
 from batchkv_worker.doctor.capacity import GIB
-from batchkv_worker.queue.models.groups import Group, plan_groups
+from batchkv_worker.queue.models.groups import Group, plan_groups, sizes_as_asked
 
 
 def steps(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -25,9 +25,9 @@ def look(models: Sequence[str], cache: str) -> Verdict:
 
     machine = read_machine(models, cache or None, "auto")
     unknown = [model for model, size in machine.weights.items() if size is None]
-    stay_packed = os.environ.get(BY_NAME["weights"].variable) == "packed"
-    unpacked = None if stay_packed else machine.unpacked
-    groups = plan_groups(machine.weights, machine.facts, unpacked=unpacked)
+    asked = os.environ.get(BY_NAME["weights"].variable, "").strip() or "auto"
+    weights, unpacked = sizes_as_asked(machine, asked)
+    groups = plan_groups(weights, machine.facts, unpacked=unpacked)
     return judge(groups, unknown)
 
 
@@ -40,7 +40,8 @@ def judge(groups: Sequence[Group], unknown: Sequence[str]) -> Verdict:
     for group in groups:
         names = " and ".join(group.models)
         memory = f" with {group.memory_bytes / GIB:.1f} GiB for each" if group.memory_bytes else ""
-        parts.append(f"{names}{memory}")
+        weights = f", weights {group.weights}" if group.weights else ""
+        parts.append(f"{names}{memory}{weights}")
     if len(groups) == 1:
         return ok(f"a worker with all of these -m holds them together: {parts[0]}")
     return ok(f"a worker with all of these -m holds in turn: {'; '.join(parts)}")

@@ -76,6 +76,7 @@ class _Builder:
         prepare_device(wired_limit=settings.wired_limit)
         self._facts = read_facts(settings.cache)  # before the model takes its own
         self._device = choose_backend()  # after the default stream was chosen
+        settings.check_device(self._facts.kind)
         self._early = EarlyLaunches(self._device)
         try:
             self._load(files, blas_name, measures_anew=measures_anew)
@@ -116,8 +117,8 @@ class _Builder:
         )
 
     def _before_reading(self, model: Any, dtype: mx.Dtype) -> None:
-        if self._settings.weights != "packed":
-            self._device.unpack_weights(model, dtype)
+        if (asked := self._settings.weights) != "packed":
+            self._device.unpack_weights(model, dtype, has_room=asked == "unpacked")
         self._early.begin(model, dtype)
 
     def engine(self, loaded: LoadedModel) -> Engine:

@@ -22,6 +22,7 @@ from batchkv_worker.kv.backends.memory_budget import MemoryFacts
 READ_SECONDS = 120.0  # for the import of MLX on a busy machine
 MAX_HEADER_BYTES = 2**27
 _FLOATS = ("F16", "BF16", "F32")
+_OTHERS = (".qweight", ".weight_packed")  # of other programs than MLX
 
 
 class Machine(NamedTuple):
@@ -103,6 +104,8 @@ def _unpack(
 
     ``kinds``: what the model's configuration says of its packing, for all layers and for some.
     """
+    if any(name.endswith(_OTHERS) for name in tensors):
+        raise ValueError("packed by another program, and converted while it is read")
     for name, scales in tensors.items():
         layer, _, part = name.rpartition(".")
         shape = [int(each) for each in scales["shape"]]

@@ -88,7 +88,6 @@ def run(running: Engine, wanted: list[Sequence]) -> dict[str, Completed]:
     return ended
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme", "num_parked"),
     few(

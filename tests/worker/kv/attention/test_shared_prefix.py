@@ -817,7 +817,6 @@ def test_rows_behind_prefixes(family: str) -> None:
     assert not crowd.engine._slots.layouts.prefixes
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 def test_floats_behind_prefixes(family: str) -> None:
     """Engines of their own with shared prefixes and without; and mlx-lm's own tokens."""
@@ -827,7 +826,6 @@ def test_floats_behind_prefixes(family: str) -> None:
     crowd.check_alone("long 0", "short 3", "exact long", "one after", "part 2")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [

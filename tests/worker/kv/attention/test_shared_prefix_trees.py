@@ -105,7 +105,6 @@ def test_rows_of_a_tree(family: str, scheme: str, path: Path, copies: bool) -> N
     assert not crowd.engine._slots.layouts.all_prefixes
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_chains_are_as_long_as_they_may_be(most: int) -> None:
     crowd = grown("llama", "float", most)
@@ -233,7 +232,6 @@ def test_what_a_group_was_computed_behind_is_grown_on() -> None:
     crowd.check_alone("deep 0", "deep 4", "flat 3")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_trees_with_rows_that_are_cancelled(seed: int) -> None:
     """Prompts that part anywhere, in blocks or between, small memories of prefixes among them."""

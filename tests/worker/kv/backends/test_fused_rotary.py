@@ -157,7 +157,6 @@ class RecordBackend(Backend):
         return decode_kernels(scheme, lines, dtype, self.made)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("what", ["plain", "a scale on values", "an adapter on values"])
 def test_values_are_read_where_they_are_if_they_come_unchanged(
     what: str, launch: CppLaunch, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ from batchkv_worker.kv.backends.memory_budget import (
     MemoryFacts,
     MemoryPlan,
     ModelFacts,
+    cuda_pool_limit,
     plan_memory,
     pool_limit,
 )
@@ -327,8 +328,15 @@ def test_a_gpu_that_others_use_is_shared(
     assert limits == ([] if expected is None else [int(expected * GIB * 0.95)])
     used = f"{80 - (expected or 80)}.0 GB of the device's memory are in use already"
     assert (used in caplog.text) == (expected is not None)
-    assert kept == [5 * GIB] and "MLX keeps up to 5.0 GB of freed memory" in caplog.text
+    pool = (expected or 80) / 16
+    assert kept == [pool * GIB] and f"MLX keeps up to {pool:.1f} GB of freed memory" in caplog.text
     assert isinstance(mx.quantized_matmul, packed_products._Joined)
+
+
+def test_little_of_freed_memory_is_kept() -> None:
+    """A sixteenth of a GPU's memory, and 1 to 8 GB."""
+    kept = [cuda_pool_limit(gib * GIB) / GIB for gib in (8, 16, 24, 80, 128, 141)]
+    assert kept == [1, 1, 1.5, 5, 8, 8]
 
 
 @pytest.mark.parametrize(("kind", "num_shared"), [("cuda", 1), ("metal", 0), ("cpu", 0)])

@@ -231,7 +231,6 @@ LOADS: dict[str, tuple[list[int], int]] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("load", LOADS)
 def test_a_step_allocates_little(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At Qwen3-4B's shape, 32 rows of about 1,000 columns: at most 16 MB a step are new."""
@@ -294,7 +293,6 @@ class Watched(MetalBackend):
         return found
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme", "path"),
     few(

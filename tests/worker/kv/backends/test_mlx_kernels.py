@@ -172,6 +172,7 @@ def test_a_start_on_cuda_keeps_it_in_the_home_folder(
     monkeypatch.setenv("BATCHKV_HOME", str(tmp_path))
     monkeypatch.setattr(device, "kind", lambda: kind)
     monkeypatch.setattr(device, "share_stream", lambda: None)
+    monkeypatch.setattr(device, "_leave_memory", lambda: None)
     told: dict[str, Any] = {"architecture": "sm_90"}
     monkeypatch.setattr(mx, "device_info", lambda *_: told)
     monkeypatch.setattr(mx, "quantized_matmul", mx.quantized_matmul)  # restored afterwards

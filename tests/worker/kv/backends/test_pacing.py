@@ -115,7 +115,6 @@ def test_the_host_runs_on_while_little_is_under_way() -> None:
     assert len(own._started) == 3 > STARTS_AHEAD
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gear", "deepseek_v3"])
 def test_pace_changes_no_token(family: str) -> None:
     """Rows give the same with and without waiting, in ragged groups and behind prefixes."""
@@ -162,7 +161,6 @@ def test_the_backend_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
         assert chosen.starts_each_layer is (name == "cpu")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme"),
     few(

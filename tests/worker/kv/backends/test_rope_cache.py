@@ -116,7 +116,6 @@ def test_the_measurement_ends_with_a_verdict() -> None:
     assert rope_cache.is_faster() in (True, False)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "gpt_oss"])
 def test_whole_engines_give_the_same_tokens_both_ways(family: str) -> None:
     prompts = {f"row {n}": random_prompt(n, 30 + 37 * n) for n in range(5)}

@@ -70,7 +70,6 @@ def all_of(case: Case, launch: Launch) -> list[mx.array]:
     return [*found, kernels.place_rows(places, *parts, 1, 320)]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.keys}+{case.values}")
 def test_results_are_those_of_kernels_with_strides(case: Case, folder: Path, calls: Calls) -> None:
     """Bit for bit, with sizes and views as the numbers that a program is given."""

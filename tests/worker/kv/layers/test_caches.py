@@ -209,7 +209,6 @@ def test_a_window_of_one_token_behind_a_prefix() -> None:
     assert list(crowd.run("warm", random_prompt(1, 300)).token_ids) == list(cold.token_ids)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [256, 300, 512, 557])
 def test_prefixes_shorter_and_longer_than_a_window(length: int) -> None:
     """W4, W6: a window of 300 over one, two and no whole blocks of prefix, in order."""

@@ -269,7 +269,6 @@ def test_admission_holds_a_row_twice_not_the_batch() -> None:
     assert mx.get_peak_memory() - before < 3 * 200 * kind.bytes_per_token
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["fused", "folded", "packed"])
 def test_slots_may_keep_codes_spread(way: str) -> None:
     """The form that slots keep 3-bit codes in changes no token, no block and no byte."""

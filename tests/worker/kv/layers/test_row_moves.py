@@ -163,7 +163,6 @@ def closing(monkeypatch: pytest.MonkeyPatch, words: str, at_once: bool) -> tuple
     return Counter(_LABEL.findall(text.getvalue())), len(waits)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "buffers"), [("float", 2), ("affine8", 6), ("turbo4", 6), ("affine8 record", 1)]
 )

@@ -100,7 +100,7 @@ def test_a_process_gets_the_flags_of_its_group(redis_connection: Redis, tmp_path
     told = tmp_path / "told"
     script = f"import sys; open({str(told)!r}, 'w').write(' '.join(sys.argv)); sys.exit(70)"
     Client(redis_connection).submit([{"prompt": "x"}], model="a")
-    group = Group(("a",), 5, stays_packed=True)
+    group = Group(("a",), 5, "packed")
     host = host_of(redis_connection, sys.executable, "-c", script, is_burst=True, group=group)
     runner = threading.Thread(target=host.run, daemon=True)
     runner.start()

@@ -6,7 +6,8 @@ import pytest
 
 from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.backends.memory_budget import MemoryFacts
-from batchkv_worker.queue.models.groups import Group, plan_groups
+from batchkv_worker.model.footprint import Machine
+from batchkv_worker.queue.models.groups import Group, plan_groups, sizes_as_asked
 
 GIB = 2**30
 STUDIO = MemoryFacts("metal", 64 * GIB, 48 * GIB, wired=3 * GIB)
@@ -55,11 +56,11 @@ def test_models_of_one_gpu_are_unpacked_together_or_not_at_all() -> None:
     """Half of the memory is for the weights of all. A worker alone would reckon with its own."""
     weights, room = {"a": 3 * GIB, "b": 8 * GIB}, {"a": 10 * GIB, "b": 30 * GIB}
     (dense,) = plan_groups(weights, GPU, None, room)
-    assert dense.models == ("a", "b") and not dense.stays_packed
-    assert dense.flags == ("--memory", str(dense.memory_bytes))
+    assert dense.models == ("a", "b") and str(dense) == "a and b (weights unpacked)"
+    assert dense.flags == ("--memory", str(dense.memory_bytes), "--weights", "unpacked")
     (packed,) = plan_groups(weights, GPU, None, room | {"b": 30 * GIB + 1})
     (told,) = plan_groups(weights, GPU)
-    assert packed == Group(told.models, told.memory_bytes, stays_packed=True)
+    assert packed == Group(told.models, told.memory_bytes, "packed")
     assert packed.memory_bytes is not None and dense.memory_bytes is not None
     assert packed.memory_bytes > dense.memory_bytes + 12 * GIB
     assert packed.flags[2:] == ("--weights", "packed")
@@ -69,3 +70,28 @@ def test_a_model_that_has_a_gpu_alone_decides_by_itself() -> None:
     weights = {"a": 3 * GIB, "large": 70 * GIB}
     groups = plan_groups(weights, GPU, None, {"a": 10 * GIB, "large": 200 * GIB})
     assert [group.flags for group in groups] == [(), ()]
+
+
+def test_models_whose_unpacked_size_is_not_known_stay_packed() -> None:
+    """The workers would unpack them, whatever they take. Dense models need no flag."""
+    weights = {"a": 6 * GIB, "b": 6 * GIB}
+    (group,) = plan_groups(weights, GPU, None, {"a": 10 * GIB, "b": None})
+    assert group.weights == "packed"
+    (group,) = plan_groups(weights, GPU, None, weights)
+    assert group == plan_groups(weights, GPU)[0] and not group.weights
+
+
+def test_the_memory_that_was_asked_for_comes_before_unpacking() -> None:
+    weights, room = {"a": 3 * GIB, "b": 8 * GIB}, {"a": 10 * GIB, "b": 30 * GIB}
+    for wanted, how in ((50 * GIB, "packed"), (20 * GIB, "unpacked")):
+        (group,) = plan_groups(weights, GPU, wanted, room)
+        assert (group.memory_bytes, group.weights) == (wanted // 2, how)
+
+
+def test_sizes_are_those_of_the_setting() -> None:
+    weights, room = {"a": 3, "b": 8}, {"a": 10, "b": None}
+    machine = Machine(dict(weights), dict(room), GPU)
+    assert sizes_as_asked(machine, "auto") == (weights, room)
+    assert sizes_as_asked(machine, "packed") == (weights, None)
+    assert sizes_as_asked(machine, "unpacked") == ({"a": 10, "b": 8}, None)
+    assert sizes_as_asked(machine._replace(unpacked=None), "auto") == (weights, None)

@@ -61,15 +61,14 @@ def test_a_shortest_stay_needs_several_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "stays_packed", "own"),
+    ("settings", "own"),
     [
-        (WorkerSettings("a"), True, ("--memory", "7", "--weights", "packed")),
-        (WorkerSettings("a", weights="packed"), False, ("--memory", "7")),
+        (WorkerSettings("a"), ("--memory", "7", "--weights", "packed")),
+        (WorkerSettings("a", weights="packed"), ("--memory", "7")),
     ],
 )
 def test_workers_beside_each_other_on_a_gpu_are_told_to_keep_weights_packed(
     settings: WorkerSettings,
-    stays_packed: bool,
     own: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -83,6 +82,16 @@ def test_workers_beside_each_other_on_a_gpu_are_told_to_keep_weights_packed(
     flags = {"weights": settings.weights} if settings.weights != "auto" else {}
     plan = start.make_plan(start.Asked(("a", "b"), "host", "redis://nowhere", flags), settings)
     (group,) = plan.groups
-    assert group.stays_packed == stays_packed and group.memory_bytes
+    assert group.memory_bytes
     assert replace(group, memory_bytes=7).flags == own
     assert ("--weights" in plan.command.arguments) == bool(flags)
+
+
+def test_unpacked_weights_are_refused_where_nothing_unpacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine({"a": 1, "b": 1}, None, MemoryFacts("metal", 2**36, 2**35))
+    monkeypatch.setattr(start, "read_machine", lambda *_: machine)
+    asked = start.Asked(("a", "b"), "host", "redis://nowhere", {"weights": "unpacked"})
+    with pytest.raises(SettingsError, match="--weights unpacked: only NVIDIA GPUs"):
+        start.make_plan(asked, WorkerSettings("a", weights="unpacked"))

@@ -295,10 +295,11 @@ class Backend(Protocol):
     def begin_step(self, offsets: mx.array) -> None:
         """A decode step begins; its tokens have the positions ``offsets`` (int32, ``[rows]``)."""
 
-    def unpack_weights(self, model: Any, dtype: mx.Dtype) -> int:
+    def unpack_weights(self, model: Any, dtype: mx.Dtype, *, has_room: bool = False) -> int:
         """Replace layers whose weights this device multiplies faster dense, if there is room.
 
-        Returns their number. The weights need not be read yet.
+        ``has_room``: there is, whatever else the memory is for. Returns their number. The weights
+        need not be read yet.
         """
 
     def compile_early(self, model: Any, dtype: mx.Dtype) -> Early | None:

@@ -33,8 +33,8 @@ def prepare_device(*, wired_limit: bool) -> None:
 
     By default MLX keeps most of the memory that was used once. So the memory that it keeps after it
     was freed gets a limit. And when more is in use than the device recommends, MLX on Metal waits
-    for running work before it starts more. On CUDA that limit stays MLX's own where no other
-    program uses the device.
+    for running work before it starts more. On CUDA the limit of all that MLX uses stays its own
+    where no other program uses the device.
 
     On CUDA the calling thread gets another default stream, which other threads may use, too. MLX
     keeps its kernels in the home folder, and multiplies all rows with packed weights at once. So
@@ -81,10 +81,10 @@ def _keep_kernels() -> None:
 def _leave_memory() -> None:
     """Leave other programs what they use of the device's memory. MLX's own limit counts none.
 
-    And do not keep what is freed, for programs that come later.
+    And keep little of what is freed, for programs that come later.
     """
     free, total = free_bytes(), _recommended_bytes()
-    pool = cuda_pool_limit(total)
+    pool = cuda_pool_limit(free)
     mx.set_cache_limit(pool)
     log.info("MLX keeps up to %.1f GB of freed memory", pool / 2**30)
     if free < total:

@@ -87,7 +87,7 @@ class GenericBackend:
     def begin_step(self, offsets: mx.array) -> None:
         """Does nothing: this backend keeps no state of a step."""
 
-    def unpack_weights(self, model: Any, dtype: mx.Dtype) -> int:
+    def unpack_weights(self, model: Any, dtype: mx.Dtype, *, has_room: bool = False) -> int:
         return 0
 
     def compile_early(self, model: Any, dtype: mx.Dtype) -> Early | None:

@@ -22,6 +22,7 @@ from batchkv_worker.kv.backends.memory_budget import (
     plan_memory,
     pool_limit,
 )
+from batchkv_worker.model.footprint import Machine
 
 # Bytes of the dense copy of one layer for each byte of packed keys and values. The true share is
 # known once a model is loaded: it is smaller for all models of more than 20 layers.
@@ -31,18 +32,34 @@ DENSE_SHARE = 0.1
 @dataclass(frozen=True, slots=True)
 class Group:
     """Models that fit together. ``memory_bytes``: for keys and values of each. None: it is chosen
-    when the model is loaded, because the model has the machine alone. ``stays_packed``: there is no
-    room to unpack the weights of all."""
+    when the model is loaded, because the model has the machine alone. ``weights``: whether those of
+    all are unpacked; "" where each worker decides."""
 
     models: tuple[str, ...]
     memory_bytes: int | None = None
-    stays_packed: bool = False
+    weights: str = ""
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags of each worker of these models."""
         memory = ("--memory", str(self.memory_bytes)) if self.memory_bytes else ()
-        return (*memory, "--weights", "packed") if self.stays_packed else memory
+        return (*memory, "--weights", self.weights) if self.weights else memory
+
+    def __str__(self) -> str:
+        words = " and ".join(self.models)
+        return f"{words} (weights {self.weights})" if self.weights else words
+
+
+Sizes = Mapping[str, int | None]
+
+
+def sizes_as_asked(machine: Machine, weights: str) -> tuple[Sizes, Sizes | None]:
+    """The first and the last argument of ``plan_groups`` under a setting of ``--weights``."""
+    if machine.unpacked is None or weights == "packed":
+        return machine.weights, None
+    if weights == "auto":
+        return machine.weights, machine.unpacked
+    return {one: machine.unpacked[one] or size for one, size in machine.weights.items()}, None
 
 
 def plan_groups(
@@ -56,7 +73,8 @@ def plan_groups(
     ``weights``: model -> bytes of its weights in memory, in the order of the command; None for a
     model that is not on this machine yet. Such a model gets the machine alone. ``wanted``: bytes
     for keys and values of all models together (``--memory``). ``unpacked``: bytes of the weights
-    where workers unpack them; None if they do not.
+    where workers unpack them, None for a model of which they are not known; None if nothing is
+    unpacked.
     """
     found: list[tuple[str, ...]] = []
     for model, size in weights.items():
@@ -86,12 +104,15 @@ def _group(
         return Group(models, wanted)
     share = _share([weights[model] or 0 for model in models], facts, wanted)
     assert share is not None
-    if unpacked is None:
+    if unpacked is None or all(unpacked[model] == weights[model] for model in models):
         return Group(models, share)
-    # Each of the processes would reckon with itself alone.
-    sizes = [unpacked[model] or weights[model] or 0 for model in models]
-    lesser = _share(sizes, facts, wanted) if sum(sizes) <= facts.recommended // 2 else None
-    return Group(models, share, stays_packed=True) if lesser is None else Group(models, lesser)
+    # Each of the processes would reckon with itself alone, and what the others leave just then.
+    sizes = [size for model in models if (size := unpacked[model]) is not None]
+    has_room = len(sizes) == len(models) and sum(sizes) <= facts.recommended // 2
+    lesser = _share(sizes, facts, wanted) if has_room else None
+    if lesser is None or (wanted is not None and lesser < share):
+        return Group(models, share, "packed")
+    return Group(models, lesser, "unpacked")
 
 
 def _share(sizes: Sequence[int], facts: MemoryFacts, wanted: int | None) -> int | None:

@@ -13,7 +13,7 @@ from batchkv_producer.settings_table import BY_NAME, TABLE
 from batchkv_producer.wire.adapter import split_here
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.model.footprint import read_machine
-from batchkv_worker.queue.models.groups import Group, plan_groups
+from batchkv_worker.queue.models.groups import Group, plan_groups, sizes_as_asked
 from batchkv_worker.queue.models.holding import Command
 from batchkv_worker.queue.models.host import HostPlan
 from batchkv_worker.settings import WorkerSettings, parsed
@@ -64,10 +64,10 @@ def check_several(
 
 def make_plan(asked: Asked, settings: WorkerSettings) -> HostPlan:
     """The plan of a host. Raises ModelError for a model that does not fit on this machine."""
-    weights, unpacked, facts = read_machine(asked.models, settings.cache, settings.dtype)
-    if settings.weights == "packed":
-        unpacked = None
-    groups = plan_groups(weights, facts, settings.memory_bytes, unpacked)
+    machine = read_machine(asked.models, settings.cache, settings.dtype)
+    settings.check_device(machine.facts.kind)
+    weights, unpacked = sizes_as_asked(machine, settings.weights)
+    groups = plan_groups(weights, machine.facts, settings.memory_bytes, unpacked)
     words: list[str] = []
     for setting in TABLE:
         if setting.name and setting.name not in OWN and asked.flags.get(setting.name):
@@ -87,7 +87,7 @@ def make_plan(asked: Asked, settings: WorkerSettings) -> HostPlan:
 
 def words_of(groups: Sequence[Group]) -> str:
     """Which models are in memory together, for the log."""
-    return "; ".join(" and ".join(group.models) for group in groups)
+    return "; ".join(map(str, groups))
 
 
 def _checked(name: str) -> str:

@@ -19,6 +19,7 @@ from mlx_lm.tuner.utils import get_total_parameters
 from batchkv_worker.bench.setup import load_model
 from batchkv_worker.demo import MODEL_PATH
 from batchkv_worker.engine.factory import build_engine
+from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.cuda import dense_weights
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
@@ -71,7 +72,8 @@ def test_a_worker_asks_its_device(packed_model: Path, monkeypatch: pytest.Monkey
     """
     compiled_for = []
 
-    def unpack(_: object, model: Any, dtype: mx.Dtype) -> int:
+    def unpack(_: object, model: Any, dtype: mx.Dtype, *, has_room: bool) -> int:
+        assert not has_room
         return dense_weights.unpack(model, dtype, ROOM)
 
     def begin(_: object, model: Any, dtype: mx.Dtype) -> None:
@@ -86,6 +88,8 @@ def test_a_worker_asks_its_device(packed_model: Path, monkeypatch: pytest.Monkey
     engine = build_engine(WorkerSettings.from_env({}, model=str(packed_model), weights="packed"))
     assert packed_layers(engine.loaded.model) == 29 and compiled_for == [0, 29]
     engine.close()
+    with pytest.raises(SettingsError, match="--weights unpacked: only NVIDIA GPUs"):
+        build_engine(WorkerSettings.from_env({}, model=str(packed_model), weights="unpacked"))
 
 
 def test_a_bench_measures_such_a_model(packed_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +164,4 @@ def test_half_of_the_memory_is_room_enough(
     for backend in (GenericBackend(), MetalBackend()):
         assert backend.unpack_weights(Mixed(), mx.bfloat16) == 0
     assert CudaBackend().unpack_weights(Mixed(), mx.bfloat16) == count
+    assert CudaBackend().unpack_weights(Mixed(), mx.bfloat16, has_room=True) == 2

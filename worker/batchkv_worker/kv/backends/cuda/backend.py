@@ -73,8 +73,9 @@ class CudaBackend(GpuBackend):
         is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
         return (padded, more) if padded > rows and is_small else (rows, 0)
 
-    def unpack_weights(self, model: Any, dtype: mx.Dtype) -> int:
-        return dense_weights.unpack(model, dtype, device.free_bytes() // 2)
+    def unpack_weights(self, model: Any, dtype: mx.Dtype, *, has_room: bool = False) -> int:
+        most_bytes = None if has_room else device.free_bytes() // 2
+        return dense_weights.unpack(model, dtype, most_bytes)
 
     def compile_early(self, model: Any, dtype: mx.Dtype) -> Early | None:
         return early_products.begin(model, dtype)

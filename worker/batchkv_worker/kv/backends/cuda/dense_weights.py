@@ -24,16 +24,16 @@ log = logging.getLogger("batchkv.engine")
 _KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
-def unpack(model: Any, dtype: mx.Dtype, most_bytes: int) -> int:
+def unpack(model: Any, dtype: mx.Dtype, most_bytes: int | None) -> int:
     """Give ``model`` dense layers instead of packed ones, if it then takes at most ``most_bytes``.
 
-    Returns their number. Nothing is read or computed yet. Layers of experts stay packed, and layers
-    of classes that others made.
+    None: whatever it takes. Returns their number. Nothing is read or computed yet. Layers of
+    experts stay packed, and layers of classes that others made.
     """
     packed = {id(module): module for module in model.modules() if type(module) in _KINDS}
     num_bytes = sum(prod(size_of(each)) for each in packed.values()) * dtype.size
     stays = _bytes_of([model]) - _bytes_of(packed.values())
-    if not packed or num_bytes + stays > most_bytes:
+    if not packed or (most_bytes is not None and num_bytes + stays > most_bytes):
         return 0
     dense = {key: _dense(module, dtype) for key, module in packed.items()}
 
