@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batchkv_worker.kv.backends.memory_budget import MemoryFacts
+from batchkv_worker.kv.start import kv_memory
+from batchkv_worker.model import footprint
 from batchkv_worker.model.footprint import weight_bytes
 
 
@@ -75,3 +81,22 @@ def test_a_model_that_is_not_here_has_no_size(tmp_path: Path) -> None:
 def test_the_demo_model_s_size_is_that_of_its_file() -> None:
     """As a worker's log says it: 13.6 MB in float32."""
     assert 13_000_000 < (weight_bytes("demo", "float32") or 0) < 14_000_000
+
+
+@pytest.mark.parametrize(("kind", "is_unpacked"), [("cuda", True), ("metal", False)])
+def test_unpacked_sizes_are_told_where_workers_unpack(
+    kind: Any,
+    is_unpacked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the other process, with the machine's facts."""
+    facts = MemoryFacts(kind, 2**37, 2**36)
+    monkeypatch.setattr(kv_memory, "read_facts", lambda _: facts)
+    asked = {"models": ["demo", "nobody/has-this"], "cache": None, "dtype": "auto"}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
+    footprint.main()
+    told = json.loads(capsys.readouterr().out)
+    sizes = {"demo": weight_bytes("demo", "auto"), "nobody/has-this": None}
+    assert told["weights"] == sizes and MemoryFacts(**told["facts"]) == facts
+    assert told["unpacked"] == (sizes if is_unpacked else None)

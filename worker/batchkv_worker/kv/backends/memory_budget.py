@@ -73,12 +73,12 @@ def pool_limit(ram: int) -> int:
     return max(GIB // 2, min(ram // 16, 4 * GIB))
 
 
-def cuda_pool_limit(total: int) -> int:
-    """The same on CUDA, of the device's ``total`` bytes.
+def cuda_pool_limit(free: int) -> int:
+    """The same on CUDA, of the bytes that other programs leave ``free``.
 
-    MLX's own limit is nearly all of them. On an H200, 4, 8 and 16 GB were as fast.
+    MLX's own limit is nearly all of the device. On an H200, 4, 8 and 16 GB were as fast.
     """
-    return max(GIB, min(total // 16, 8 * GIB))
+    return max(GIB, min(free // 16, 8 * GIB))
 
 
 def plan_memory(facts: MemoryFacts, model: ModelFacts) -> MemoryPlan:

@@ -92,6 +92,22 @@ def test_a_worker_asks_its_device(packed_model: Path, monkeypatch: pytest.Monkey
         build_engine(WorkerSettings.from_env({}, model=str(packed_model), weights="unpacked"))
 
 
+def test_a_worker_unpacks_without_asking_for_room(
+    packed_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``--weights unpacked``, where the device does not refuse it."""
+    asked: list[bool] = []
+
+    def unpack(_: object, model: Any, dtype: mx.Dtype, *, has_room: bool) -> int:
+        asked.append(has_room)
+        return 0
+
+    monkeypatch.setattr(GenericBackend, "unpack_weights", unpack)
+    monkeypatch.setattr(WorkerSettings, "check_device", lambda *_: None)
+    build_engine(WorkerSettings.from_env({}, model=str(packed_model), weights="unpacked")).close()
+    assert asked == [True]
+
+
 def test_a_bench_measures_such_a_model(packed_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unpack(_: object, model: Any, dtype: mx.Dtype) -> int:
         return dense_weights.unpack(model, dtype, ROOM)
