@@ -5,29 +5,41 @@ row failed, was wrong or has no answer, 2 wrong arguments or wrong input, 3 an e
 work cannot go on (disk full, workers that keep dying), 5 the command of --on-done failed, 6 the
 time of --timeout is over, 130 interrupted (128 + the signal).
 
-``exit_codes`` has the exit codes, and chooses the one of a command that waited for a batch.
-``group.guarded`` ends with the ``exit_code`` of an error (``errors``).
+``exit_codes`` has the exit codes, and ``end_codes`` chooses the one of a command that waited for a
+batch. ``group.guarded`` ends with the ``exit_code`` of an error (``errors``).
 """
 
 from __future__ import annotations
 
 import click
 
-from batchkv_producer.cli.ask import ask
 from batchkv_producer.cli.group import Cli
-from batchkv_producer.cli.manage import cancel, failed, forget, retry
-from batchkv_producer.cli.monitor import list_batches, status, wait
-from batchkv_producer.cli.plan import plan
-from batchkv_producer.cli.report import report
-from batchkv_producer.cli.results import result, results
-from batchkv_producer.cli.run_submit import run, submit
-from batchkv_producer.cli.server import server
-from batchkv_producer.cli.workers import top, workers
-from batchkv_producer.doctor.command import doctor
-from batchkv_producer.service.command import service
+
+# Where each command is. Only the one that is called is imported, for that takes most of its time.
+PLACES = {
+    "run": "batchkv_producer.cli.run_submit:run",
+    "submit": "batchkv_producer.cli.run_submit:submit",
+    "ask": "batchkv_producer.cli.ask:ask",
+    "plan": "batchkv_producer.cli.plan:plan",
+    "status": "batchkv_producer.cli.monitor:status",
+    "wait": "batchkv_producer.cli.monitor:wait",
+    "results": "batchkv_producer.cli.results:results",
+    "result": "batchkv_producer.cli.results:result",
+    "report": "batchkv_producer.cli.report:report",
+    "failed": "batchkv_producer.cli.manage:failed",
+    "cancel": "batchkv_producer.cli.manage:cancel",
+    "retry": "batchkv_producer.cli.manage:retry",
+    "forget": "batchkv_producer.cli.manage:forget",
+    "list": "batchkv_producer.cli.monitor:list_batches",
+    "workers": "batchkv_producer.cli.workers:workers",
+    "top": "batchkv_producer.cli.workers:top",
+    "server": "batchkv_producer.cli.server:server",
+    "service": "batchkv_producer.service.command:service",
+    "doctor": "batchkv_producer.doctor.command:doctor",
+}
 
 
-@click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Cli, places=PLACES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="batchkv", prog_name="batchkv")
 def cli() -> None:
     """Batch inference for people who own a few Macs.
@@ -53,18 +65,6 @@ def cli() -> None:
     workers that keep dying), 5 the command of --on-done failed, 6 the time of
     wait --timeout is over, 130 interrupted.
     """
-
-
-for _command in (run, submit, ask, plan, status, wait, results, result):
-    cli.add_command(_command)
-for _command in (report, failed, cancel, retry, forget):
-    cli.add_command(_command)
-cli.add_command(list_batches)
-cli.add_command(workers)
-cli.add_command(top)
-cli.add_command(server)
-cli.add_command(service)
-cli.add_command(doctor)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from batchkv_producer.cli.exit_codes import EXIT_ON_DONE
+from batchkv_producer.local.on_done import EXIT_ON_DONE
 from batchkv_producer.wire.adapter import Adapter, parse_adapter
 from batchkv_producer.wire.batch_options import (
     NEVER,

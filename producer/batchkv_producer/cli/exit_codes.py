@@ -1,15 +1,11 @@
 """The exit codes of commands. docs/cli.md and the help list the same codes.
 
-Errors have their codes in ``errors.py``: 2 for use and input, 3 for Redis, 4 for a full disk.
+Errors have their codes in ``errors.py``: 2 for use and input, 3 for Redis, 4 for a full disk. A
+failed command of ``--on-done`` has its own in ``local.on_done``. This module imports nothing, since
+every command needs it.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
-
-from batchkv_producer.cli.shared import say
-from batchkv_producer.client import BatchStatus
-from batchkv_producer.local.on_done import EXIT_ON_DONE, run_on_done
 
 EXIT_SOME_FAILED = 1  # a row failed, or is wrong in the input
 EXIT_USAGE = 2
@@ -17,38 +13,3 @@ EXIT_OUTPUT = 4
 EXIT_TIME_OVER = 6  # the batch is not done, and --timeout is over
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as if the signal had ended the process
-
-__all__ = [
-    "EXIT_BROKEN_PIPE",
-    "EXIT_INTERRUPTED",
-    "EXIT_ON_DONE",
-    "EXIT_OUTPUT",
-    "EXIT_SOME_FAILED",
-    "EXIT_TIME_OVER",
-    "EXIT_USAGE",
-    "exit_code",
-    "input_code",
-]
-
-
-def exit_code(
-    status: BatchStatus, on_done: str | None, out: Path | None = None, *, num_allowed: int = 0
-) -> int:
-    """Run the command of ``--on-done``. Returns the exit code of a command that waited for a batch.
-
-    The code is 0 although up to ``num_allowed`` rows have no answer.
-    """
-    if not status.is_done:
-        return EXIT_TIME_OVER
-    code = 0 if status.ok + num_allowed >= status.total else EXIT_SOME_FAILED
-    if on_done is None:
-        return code
-    fault = run_on_done(on_done, status, out)
-    if fault:
-        say(fault)
-    return EXIT_ON_DONE if fault else code
-
-
-def input_code(num_bad: int, allow_bad: bool) -> int:
-    """The exit code of a command that read an input."""
-    return EXIT_SOME_FAILED if num_bad and not allow_bad else 0

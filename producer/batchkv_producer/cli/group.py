@@ -1,11 +1,15 @@
-"""The group of all commands. It finds commands of other packages and prints errors as one line."""
+"""The group of all commands. It imports a command when it is called.
+
+It also finds the commands of other packages, and prints errors as one line.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
@@ -32,15 +36,20 @@ EXTRAS = {"serve": "batchkv[gateway]"}  # other commands have other extras
 
 
 class Cli(click.Group):
-    """Lists commands in the order in which they were added, then those from entry points."""
+    """Lists its own commands in the order of ``places``, then those from entry points."""
+
+    def __init__(self, *args: Any, places: Mapping[str, str], **rest: Any) -> None:
+        """``places``: module and name of each own command, ``module:name``."""
+        super().__init__(*args, **rest)
+        self._places = places
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        own = list(self.commands)
-        return own + sorted(set(_foreign_commands()) - set(own))
+        return [*self._places, *sorted(_foreign_commands().keys() - self._places.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
-        if own:
+        if cmd_name in self._places:
+            module, _, name = self._places[cmd_name].partition(":")
+            own: click.Command = getattr(importlib.import_module(module), name)
             return own
         found = _foreign_commands().get(cmd_name)
         return _load(cmd_name, found) if found else None

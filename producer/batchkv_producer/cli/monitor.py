@@ -12,7 +12,7 @@ import click
 
 from batchkv_producer.batch_facts import batch_fields, listed_fields
 from batchkv_producer.cli.batch_options import on_done_option
-from batchkv_producer.cli.exit_codes import exit_code
+from batchkv_producer.cli.end_codes import exit_code
 from batchkv_producer.cli.outage import OutageNote
 from batchkv_producer.cli.outcome import say_canceled, say_failures
 from batchkv_producer.cli.shared import (

@@ -1,4 +1,4 @@
-"""Prints how a batch ended, or why it makes no progress. ``exit_codes`` has the exit codes."""
+"""Prints how a batch ended, or why it makes no progress. ``end_codes`` has the exit codes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from batchkv_producer.agreed import BLOCK_TOKENS
-from batchkv_producer.cli.exit_codes import input_code
+from batchkv_producer.cli.end_codes import input_code
 from batchkv_producer.cli.input_options import Given, checked_line, input_options, say_wrong
 from batchkv_producer.cli.shared import (
     default_model,

@@ -15,7 +15,7 @@ from batchkv_producer.cli.batch_options import (
     from_batch_option,
     on_done_option,
 )
-from batchkv_producer.cli.exit_codes import exit_code, input_code
+from batchkv_producer.cli.end_codes import exit_code, input_code
 from batchkv_producer.cli.input_options import (
     Given,
     again_from,
