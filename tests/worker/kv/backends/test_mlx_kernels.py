@@ -135,6 +135,21 @@ def test_code_is_kept_in_folders_of_this_user(tmp_path: Path) -> None:
         assert stat.S_IMODE(one.stat().st_mode) == 0o700
 
 
+def test_the_home_folder_may_be_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To a larger disk, for instance. What is there is checked, and links in it are refused."""
+    home, disk = tmp_path / "home", tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    home.symlink_to(disk)
+    mlx_kernels.keep_in(home, "sm_90")
+    assert os.environ[mlx_kernels.VARIABLE] == str(disk / KERNELS / "mlx" / NAME)
+    os.environ[mlx_kernels.VARIABLE] = ""
+    (disk / KERNELS).rename(tmp_path / "elsewhere")
+    (disk / KERNELS).symlink_to(tmp_path / "elsewhere")
+    mlx_kernels.keep_in(home, "sm_90")
+    assert not os.environ[mlx_kernels.VARIABLE]
+    assert caplog.text.endswith(f"others may write {disk / KERNELS}\n")
+
+
 def test_a_folder_that_the_environment_names_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def keep_in(home: Path, architecture: str) -> None:
     """
     if os.environ.get(VARIABLE):
         return
+    home = home.resolve()  # it may be a link, to another disk perhaps
     folder = home / KERNELS / FOLDER / f"{mx.__version__}-{architecture}"
     try:
         for one in (home, home / KERNELS, folder.parent, folder):
