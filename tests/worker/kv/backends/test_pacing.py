@@ -130,6 +130,36 @@ def test_pace_changes_no_token(family: str) -> None:
     assert tokens(Paced()) == tokens(GenericBackend())
 
 
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+def test_all_dense_copies_are_waited_for(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prefixes, too, of which each row gets a copy: a long one took most of a GPU's memory."""
+    read: list[int] = []
+    told: list[int] = []
+    attention, follow = GenericBackend.attention, LayersAhead.follow
+
+    def noted(
+        self: GenericBackend, queries: mx.array, keys: mx.array, values: mx.array, *rest: Any
+    ) -> mx.array:
+        read.append(keys.size + values.size)
+        return attention(self, queries, keys, values, *rest)
+
+    def followed(self: LayersAhead, output: mx.array, num_dense: int) -> None:
+        told.append(num_dense)
+        assert num_dense >= sum(read)
+        read.clear()
+        follow(self, output, num_dense)
+
+    crowd = Crowd("llama", scheme=scheme, backend=Paced(), prefix_bytes=2**25, group_cost=0)
+    common = random_prompt(9, 600)
+    crowd.run("first", common + random_prompt(1, 20))
+    monkeypatch.setattr(GenericBackend, "attention", noted)
+    monkeypatch.setattr(LayersAhead, "follow", followed)
+    for row in range(3):
+        crowd.add(str(row), common + random_prompt(10 + row, 30))
+    crowd.drain()
+    assert max(told) > 10 * 3 * 600  # rows and columns
+
+
 def test_attention_of_prompts_reads_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing dense outlives its layer: what update_and_fetch hands out is never used."""
     asked: list[bool] = []

@@ -201,15 +201,23 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             out = chunk.attend(self._layer, queries, self._shared, scale, mask, sinks)
-            num_dense = chunk.num_numbers
-            del chunk  # else it would outlive its attention, for which the next line may wait
+            num_dense, is_joined = chunk.num_numbers, chunk.before > 0
+            del chunk  # else it would outlive its attention, for which the next lines may wait
         else:
             out = self._attend_packed(queries, end, scale, mask, sinks)
-            shape = self._scheme.shape
-            each = shape.num_heads * (shape.key_size + shape.value_size)
-            num_dense = queries.shape[0] * end * each if self._scheme.is_packed else 0
+            num_dense, is_joined = 0, False
+            if self._scheme.is_packed:
+                num_dense = self._num_numbers(queries.shape[0], end)
+        if self._shared and not is_joined:  # then each row has a copy of its prefixes, too
+            end += sum(keys[0].shape[-2] for keys, _ in self._shared)
+            num_dense += self._num_numbers(queries.shape[0], end)
         self.pacing.follow(out, num_dense)
         return out
+
+    def _num_numbers(self, rows: int, columns: int) -> int:
+        """Of dense keys and values."""
+        shape = self._scheme.shape
+        return rows * columns * shape.num_heads * (shape.key_size + shape.value_size)
 
     def _attend_packed(
         self, queries: mx.array, end: int, scale: float, mask: Any, sinks: mx.array | None
