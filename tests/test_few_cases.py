@@ -63,6 +63,7 @@ def test_the_suite_runs_few(words: list[str], runs_all: str, passed: str, tmp_pa
     ini = "[pytest]\nmarkers = few(count): few\n"
     (tmp_path / "pytest.ini").write_text(ini)
     environment = {**os.environ, "BATCHKV_PARITY": runs_all, "PYTHONPATH": str(tests)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others take a second of each run
     environment["BKV_TEST_RUN"] = str(tmp_path / "measured")  # the run deletes its own
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         environment.pop(name, None)

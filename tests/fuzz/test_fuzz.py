@@ -16,7 +16,7 @@ from fuzz.readers import CHECKS
 from fuzz.shapes import SHAPES
 
 CORPUS = Path(__file__).with_name("corpus")
-NUM_EXAMPLES = 60
+NUM_EXAMPLES = 30
 
 
 @pytest.mark.parametrize(

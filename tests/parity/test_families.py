@@ -14,6 +14,7 @@ from parity.matrix import CLOSE_FLOAT
 from support import tiny_models
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("family", tiny_models.ALL_FAMILIES)
 def test_families_are_alive(family: str) -> None:
     """Greedy tokens vary, chunks change none, and an early token is heard 58 tokens later."""

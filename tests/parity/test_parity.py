@@ -87,7 +87,7 @@ def longest_leaves_first(given: Cell) -> Ran:
 SCENARIOS = (all_at_once, joins_and_leaves, neighbours_cancel, longest_leaves_first)
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize(("family", "scheme"), CELLS)
 def test_rows_equal_themselves_alone(

@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from redis import Redis
 
 from batchkv_producer import disk
+from batchkv_producer.cli import cli
 from batchkv_producer.client import Client
 from batchkv_producer.errors import FullHomeError, ServerError
 from batchkv_producer.monitor.delays import Delays
@@ -59,10 +61,17 @@ def limited(room: int) -> Callable[[], None]:
     return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
 
-def batchkv(*arguments: object, room: int | None = None) -> subprocess.CompletedProcess[str]:
-    """The command, on a disk on which no file may grow over ``room`` bytes."""
+def batchkv(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command, without a limit of its own: in this process."""
+    words = [*map(str, arguments)]
+    found = CliRunner().invoke(cli, words)
+    return subprocess.CompletedProcess(words, found.exit_code, found.stdout, found.stderr)
+
+
+def batchkv_without_room(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command, on a disk that takes nothing."""
     command = [sys.executable, "-P", "-m", "batchkv_producer", *map(str, arguments)]
-    limit = None if room is None else limited(room)
+    limit = limited(0)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=limit)
 
 
@@ -91,7 +100,7 @@ def assert_names(found: subprocess.CompletedProcess[str], home: Home) -> None:
 def test_a_server_that_finds_no_room_to_start(home: Home, source: Path) -> None:
     """Without room for a server's start, submit and run name the folder."""
     for command in ("submit", "run"):
-        assert_names(batchkv(command, source, "-m", "m", room=0), home)
+        assert_names(batchkv_without_room(command, source, "-m", "m"), home)
     assert not list(home.path.glob(".room*"))
 
 

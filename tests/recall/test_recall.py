@@ -56,16 +56,16 @@ def test_answers_by_scheme(family: str, scheme: str) -> None:
         assert points >= accuracy(family, "float") - MOST_LOST_AT_8_BITS
 
 
-@pytest.mark.timeout(1800)  # chosen alone, it measures all schemes itself
+@pytest.mark.timeout(1800)  # chosen alone, it measures its schemes itself
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_bits_can_do(family: str) -> None:
     """The best scheme of 4 bits loses two points at most."""
-    measured = {scheme: accuracy(family, scheme) for scheme in schemes_of(family)}
-    best = max(points for scheme, points in measured.items() if scheme in FOUR_BITS)
-    assert best >= accuracy(family, "float") - MOST_LOST_AT_4_BITS, measured
+    schemes = [scheme for scheme in schemes_of(family) if scheme in FOUR_BITS]
+    measured = {scheme: accuracy(family, scheme) for scheme in schemes}
+    assert max(measured.values()) >= accuracy(family, "float") - MOST_LOST_AT_4_BITS, measured
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "scheme", "kind", "plant"), FAULTS)
 def test_faults_lower_accuracy(family: str, scheme: str, kind: Kind, plant: Plant) -> None:
     """At most half of the answers stay right; without the fault nearly all are."""

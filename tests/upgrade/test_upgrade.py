@@ -72,15 +72,23 @@ def test_an_interrupted_run_goes_on(
     version: str, client: Client, folder: Path, redis_server: RedisServer
 ) -> None:
     """The same `run` ends the batch whose workers were killed. Answers in OUT stay as they are; its
-    failed rows move to the errors file, in today's shape."""
+    failed rows move to the errors file, in today's shape.
+
+    Its worker takes rows of higher priority first. Those that wait for one that asks for the same
+    get its answer.
+    """
     out, errors = folder / "out.jsonl", folder / "out.jsonl.errors.jsonl"
     before = [row for row in out.read_bytes().splitlines() if b'"error":null' in row]
     assert before
     batch_id = batch_ids(version)["interrupted.jsonl"]
     client.cancel(batch_ids(version)["half.jsonl"])  # its rows are not this test's
+    duplicates = batch_ids(version)["same.jsonl"]
+    assert client.status(duplicates).priority == "high"
     batchkv(redis_server, folder, "run", "interrupted.jsonl", "-m", "demo", "-o", out.name)
     status = client.status(batch_id)
     assert (status.is_done, status.ok, status.failed) == (True, 24, 4)
+    status = client.status(duplicates)
+    assert (status.is_done, status.ok, status.copied) == (True, 6, 4)
     answers, failed = (
         [json.loads(row) for row in path.read_text("utf-8").splitlines()] for path in (out, errors)
     )
@@ -118,19 +126,6 @@ def test_a_submit_that_was_cut_off_goes_on(
     waiting = redis_connection.lrange(f"rq:queue:{queue_name('demo')}", 0, -1)
     ours = [job for job in waiting if job.decode().startswith(batch_id)]
     assert len(ours) == len(set(ours)) == 520
-
-
-def test_duplicates_end_with_their_leader(
-    version: str, client: Client, folder: Path, redis_server: RedisServer, redis_connection: Redis
-) -> None:
-    """Rows that wait for one that asks for the same get its answer, at the batch's priority."""
-    batch_id = batch_ids(version)["same.jsonl"]
-    assert client.status(batch_id).priority == "high"
-    for name in ("interrupted.jsonl", "half.jsonl"):
-        client.cancel(batch_ids(version)[name])
-    batchkv(redis_server, folder, "worker", "-m", "demo", "--burst", "-q")
-    status = client.status(batch_id)
-    assert (status.is_done, status.ok, status.copied) == (True, 6, 4)
 
 
 def test_blocks_that_were_stored_are_hits(

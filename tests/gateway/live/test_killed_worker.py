@@ -53,6 +53,8 @@ def test_calls_do_not_wait_for_a_worker_that_was_killed(
             client.chat.completions.create(model=MODEL, messages=messages)
         with redis_server.connect() as connection:
             connection.delete(redis_keys.live_seen(redis_keys.queue_name(MODEL)))  # a minute later
+            for row in connection.scan_iter("batchkv:live:row:*"):  # its lease is over
+                connection.hset(row, "until", "1")
         asking.join(40)
         assert [fault.status_code for fault in faults] == [503]
         left = "no worker of the model is left: start one, and ask again"

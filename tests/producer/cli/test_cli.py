@@ -687,7 +687,7 @@ def test_control_characters_do_not_reach_a_terminal(
         shown = at_terminal("results", batch_id, *flags)
         assert not set("\x1b\x07\x9b\u202e") & set(shown), ascii(shown)
         assert "say " in shown and "\\u001b]0;owned" in shown
-    piped = process("results", batch_id, "--format", "text")
+    piped = batchkv("results", batch_id, "--format", "text")
     assert f"say {ESCAPE}" in piped.stdout
 
 
@@ -751,16 +751,16 @@ def test_embedded_server_serves_when_none_is_named(
     home = Home(Path("/tmp") / f"bkv-cli-{os.getpid()}")
     monkeypatch.setenv("BATCHKV_HOME", str(home.path))
     try:
-        assert process("server", "status").returncode == 3
-        found = process("submit", source, "-m", "m")
+        assert batchkv("server", "status").exit_code == 3
+        found = process("submit", source, "-m", "m")  # it ends, and its server does not
         assert found.returncode == 1 and "batchkv: queued 2 of 3 rows" in found.stderr
-        assert found.stdout.strip() in process("list").stdout
-        told = json.loads(process("server", "status", "--json").stdout)
+        assert found.stdout.strip() in batchkv("list").stdout
+        told = json.loads(batchkv("server", "status", "--json").stdout)
         assert told["is_running"] and told["socket"] == str(home.socket) and told["memory_bytes"]
-        assert "valkey" in process("server", "status").stdout
-        assert process("server", "start").stdout == f"{home.url}\n"
-        assert process("server", "stop").stderr == "batchkv: the server is stopped\n"
-        assert process("server", "stop").stderr == "batchkv: no server was running\n"
+        assert "valkey" in batchkv("server", "status").stdout
+        assert batchkv("server", "start").stdout == f"{home.url}\n"
+        assert batchkv("server", "stop").stderr == "batchkv: the server is stopped\n"
+        assert batchkv("server", "stop").stderr == "batchkv: no server was running\n"
         assert process("server", "start").stdout == f"{home.url}\n"
         with Redis.from_url(home.url) as connection:
             now = {"birth": "2026-01-01T00:00:00Z", "bkv_seen": connection.time()[0]}
@@ -768,10 +768,10 @@ def test_embedded_server_serves_when_none_is_named(
                 key = redis_keys.worker(name)
                 connection.hset(key, mapping={**now, "queues": redis_keys.queue_name("m")})
                 connection.sadd("rq:workers", key)
-        stopped = process("server", "stop").stderr
+        stopped = batchkv("server", "stop").stderr
         assert stopped.startswith("batchkv: the server is stopped\nbatchkv: 2 workers were conn")
         assert "(mac-1, mac-2). A worker keeps its rows and goes on when" in stopped
-        assert found.stdout.strip() in process("list").stdout
+        assert found.stdout.strip() in batchkv("list").stdout
     finally:
         server.stop(home)
         subprocess.run(["rm", "-r", str(home.path)], check=True)

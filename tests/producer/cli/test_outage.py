@@ -8,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from batchkv_producer.cli.outage import OutageNote
 from support.redis_server import running_server
 
@@ -43,12 +41,9 @@ def test_a_short_outage_is_not_said() -> None:
     assert not said
 
 
-@pytest.mark.parametrize("words", [["wait"], ["results", "--follow", "-o", "out.jsonl"]])
-def test_a_command_that_follows_says_that_its_server_is_away(
-    words: list[str], tmp_path: Path
-) -> None:
-    """A server that is away for a while is named, and the command goes on when it is back."""
-    source, log = tmp_path / "p.jsonl", tmp_path / "log"
+def test_commands_that_follow_say_that_their_server_is_away(tmp_path: Path) -> None:
+    """A server that is away for a while is named, and each command goes on when it is back."""
+    source, logs = tmp_path / "p.jsonl", [tmp_path / "wait.log", tmp_path / "results.log"]
     source.write_text('{"prompt": "a"}\n', "utf-8")
     with running_server("--appendonly", "yes", "--appendfsync", "always") as server:
         submitted = subprocess.run(
@@ -58,25 +53,30 @@ def test_a_command_that_follows_says_that_its_server_is_away(
             check=True,
             timeout=DEADLINE_SECONDS,
         )
-        command = [*BATCHKV, *words, submitted.stdout.strip(), "--url", server.url]
-        with (
-            log.open("w") as stream,
-            subprocess.Popen(command, stderr=stream, cwd=tmp_path) as waiting,
-        ):
-            try:
-                wait_for(log, "0/1")
-                server.stop()
-                wait_for(log, "the server has not answered since")
-                server.start()
-                wait_for(log, "the server answers again")
-                assert waiting.poll() is None
-            finally:
-                waiting.send_signal(signal.SIGINT)
-                waiting.wait(DEADLINE_SECONDS)
+        rest = [submitted.stdout.strip(), "--url", server.url]
+        commands = [["wait"], ["results", "--follow", "-o", "out.jsonl"]]
+        waiting = list[subprocess.Popen[bytes]]()
+        try:
+            for words, log in zip(commands, logs, strict=True):
+                with log.open("w") as stream:
+                    command = [*BATCHKV, *words, *rest]
+                    waiting.append(subprocess.Popen(command, stderr=stream, cwd=tmp_path))
+            wait_for(logs, "0/1")
+            server.stop()
+            wait_for(logs, "the server has not answered since")
+            server.start()
+            wait_for(logs, "the server answers again")
+            assert [each.poll() for each in waiting] == [None, None]
+        finally:
+            for each in waiting:
+                each.send_signal(signal.SIGINT)
+            for each in waiting:
+                each.wait(DEADLINE_SECONDS)
 
 
-def wait_for(log: Path, words: str) -> None:
+def wait_for(logs: list[Path], words: str) -> None:
+    """Until each of the logs has the words."""
     end = time.monotonic() + DEADLINE_SECONDS
-    while words not in (text := log.read_text("utf-8")):
-        assert time.monotonic() < end, text
+    while any(words not in log.read_text("utf-8") for log in logs):
+        assert time.monotonic() < end, [log.read_text("utf-8") for log in logs]
         time.sleep(0.1)

@@ -528,7 +528,7 @@ messages = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.dictionaries(names, json_values | messages))
 def test_any_object_gives_a_row_that_can_be_sent(value: dict[str, Any]) -> None:
     """Whatever an object holds, it is one item, and a good one survives the wire."""
@@ -588,7 +588,7 @@ outer_changes = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     st.sampled_from([{"prompt": "a"}, {"messages": USER}]),
     st.lists(changes, max_size=2),

@@ -206,12 +206,12 @@ def test_a_finished_batch_starts_no_worker(
 
 
 def test_killed_again_and_again_each_row_is_there_once(redis_url: str, source: Path) -> None:
-    """After several kill -9 of run, the same command ends with each id in OUT or in the errors
-    file, once."""
+    """After two kill -9 of run, the same command ends with each id in OUT or in the errors file,
+    once."""
     with source.open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     out = source.with_name("out.jsonl")
-    for num_lines in (3, 9, 17, 30):
+    for num_lines in (3, 17):  # the second one goes on from what the first has left
         killed = start(redis_url, source, DELAY=0.03, FAIL="q7")
         wait_for_lines(out, num_lines)
         killed.kill()
@@ -243,7 +243,7 @@ def test_ctrl_c_gives_rows_back_and_says_how_to_go_on(
         f"batchkv: interrupted: {status.ok} of 40 rows are in {out}. The others stay in the queue; "
         f"`batchkv cancel {status.batch_id}` ends them. The same command goes on from here"
     )
-    start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
+    run_here(redis_url, source)
     assert sorted(ids(out)) == all_ids()
 
 
@@ -291,7 +291,7 @@ def test_a_second_ctrl_c_does_not_wait(redis_url: str, source: Path) -> None:
     interrupted.communicate(timeout=DEADLINE_SECONDS)
     assert interrupted.returncode == 128 + signal.SIGTERM
     assert time.monotonic() - started < local_workers.COLD_STOP_SECONDS + 20
-    start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
+    run_here(redis_url, source)
     assert sorted(ids(out)) == all_ids()
 
 
@@ -362,16 +362,16 @@ def test_a_row_that_kills_engines_ends_no_run(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("FAKE_PLAN", json.dumps({"steps": 20}))
     source = tmp_path / "in.jsonl"
-    prompts = ["p1", "crash", "p3"]
+    prompts = ["p1", "crash"]
     rows = [{"custom_id": f"q{n}", "prompt": text} for n, text in enumerate(prompts, 1)]
     source.write_text("\n".join(map(json.dumps, rows)) + "\n", "utf-8")
     notes = Notes()
     command = (sys.executable, "-m", "support.fake_engine")
     quick = ("--maintenance-seconds", "0.2")
     report = run_here(redis_url, source, notes, command=command, worker_arguments=quick)
-    assert (report.status.ok, report.status.failed) == (2, 1)
+    assert (report.status.ok, report.status.failed) == (1, 1)
     num_deaths = sum("its engine died" in note for note in notes.notes)
-    assert local_workers.MAX_IDLE_DEATHS < num_deaths == deaths_until_failed(3)
+    assert local_workers.MAX_IDLE_DEATHS < num_deaths == deaths_until_failed(2)
 
 
 def test_a_run_whose_workers_have_other_weights_ends(
@@ -486,8 +486,7 @@ def test_failed_rows_and_retry(redis_url: str, redis_connection: Redis, source: 
     assert sorted(ids(out)) == [name for name in all_ids() if name != "q7"]
     client = Client(redis_connection)
     assert client.retry(client.list_batches()[0].batch_id) == 1
-    second = start(redis_url, source)
-    assert second.communicate(timeout=DEADLINE_SECONDS)[0].startswith("41 = 40 ok + 1 failed")
+    assert run_here(redis_url, source).summary().startswith("41 = 40 ok + 1 failed")
     assert sorted(ids(out)) == all_ids()
     assert ids(errors_path(out)) == ["line-41"]
 
@@ -571,7 +570,7 @@ def test_a_batch_that_is_forgotten_ends_its_run(
 
 def test_url_is_not_in_the_process_list(redis_url: str, source: Path) -> None:
     """Workers get the URL, which may have a password, through their environment only."""
-    running = start(redis_url, source, DELAY=0.05)
+    running = start(redis_url, source, DELAY=0.01)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (pids := list(living_workers())):
         assert time.monotonic() < deadline
@@ -691,7 +690,7 @@ def test_full_disk_then_a_rerun(redis_url: str, source: Path) -> None:
     assert "the disk is full" in full.stderr.splitlines()[-1]
     assert 0 < len(ids(out)) < 40
     wait_until_no_worker_lives()
-    start(redis_url, source).communicate(timeout=DEADLINE_SECONDS)
+    run_here(redis_url, source)
     assert sorted(ids(out)) == all_ids()
 
 

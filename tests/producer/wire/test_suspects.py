@@ -87,7 +87,7 @@ class Trial:
 
 
 @pytest.mark.parametrize("end_first", [0, 1])
-@pytest.mark.parametrize("room", [1, 2, 7, 8, 32, 40])
+@pytest.mark.parametrize("room", [1, 2, 7, 40])
 @pytest.mark.parametrize("killer", [1, 23, 40])
 def test_one_row_that_kills_is_found_by_halving(
     house: House, killer: int, room: int, end_first: int

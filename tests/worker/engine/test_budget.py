@@ -83,11 +83,12 @@ def load(name: str, rng: random.Random) -> list[tuple[int, int]]:
     return [(rng.choice([3, 60, 250, 257, 600]), rng.randrange(1, 60)) for _ in range(12)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "scheme", "admission"),
     [
-        ("llama", "affine8", "optimistic"),
         ("llama", "turbo4", "worst"),
+        ("llama", "affine8", "optimistic"),
         ("gear", "float", "optimistic"),
     ],
     ids=str,

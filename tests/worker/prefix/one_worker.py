@@ -23,19 +23,21 @@ from batchkv_cache_store.tiers.redis import RedisTier  # noqa: E402
 from batchkv_worker.prefix.shared.access import Access  # noqa: E402
 from batchkv_worker.sequence import Generation  # noqa: E402
 from batchkv_worker.sequence import Sequence as Row  # noqa: E402
+from parity.few import RUNS_ALL  # noqa: E402
 from support import tiny_models  # noqa: E402
 from worker.prefix.engines_on_store import access, random_prompt, run, running  # noqa: E402
 
 GIB = 2**30
 FAMILIES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3")
 SCHEMES = ("float", "affine8", "turbo4")
-# Each family in two schemes, each scheme with a family of each kind of cache but one.
+# Every family and every scheme; in the long form each family in two schemes.
 CELLS = tuple(
     (family, SCHEMES[(number + more) % 3])
     for number, family in enumerate(FAMILIES)
-    for more in (0, 1)
+    for more in range(2 if RUNS_ALL else 1)
 )
 SHARED = random_prompt(1, 1024)
+COMMON = SHARED[:512]
 LEASE_SECONDS = 2.0
 
 
@@ -49,13 +51,16 @@ def tell(line: str) -> None:
     sys.stdout.flush()
 
 
-def answer(disk: str | None, url: str, seed: int) -> None:
-    """One prompt behind the shared prefix in each of ``CELLS``, cold without a disk."""
-    prompt = [*SHARED, *random_prompt(seed, 40)]
+def prompt_of(seed: int) -> list[int]:
+    """Two blocks that all have in common, and tokens of its own."""
+    return [*COMMON, *random_prompt(seed, 40)]
+
+
+def answer(disk: str, url: str, seed: int) -> None:
+    """One prompt behind the common blocks in each of ``CELLS``."""
     for family, scheme in CELLS:
-        model = tiny_models.build(family)
-        with running(model, way(disk, url) if disk else None, scheme) as engine:
-            (ended,) = run(engine, [prompt])
+        with running(tiny_models.build(family), way(disk, url), scheme) as engine:
+            (ended,) = run(engine, [prompt_of(seed)])
         tell(json.dumps([family, scheme, ended.usage.cached, list(ended.token_ids)]))
 
 
@@ -84,4 +89,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "stall":
         stall(*sys.argv[2:4])
     else:
-        answer(sys.argv[2] if sys.argv[2] != "-" else None, sys.argv[3], int(sys.argv[4]))
+        answer(sys.argv[2], sys.argv[3], int(sys.argv[4]))

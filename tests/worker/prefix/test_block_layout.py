@@ -57,7 +57,7 @@ CASES = [(family, mx.float32) for family in tiny_models.ALL_FAMILIES if family !
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_what_prefill_makes_is_what_the_template_says(
     family: str, dtype: mx.Dtype, tmp_path: Path

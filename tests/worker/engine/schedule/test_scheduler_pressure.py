@@ -19,6 +19,7 @@ from batchkv_worker.kv.slots.changes import Demand
 from batchkv_worker.kv.slots.growth import NoRoom, fits
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Generation, Sequence
+from parity.few import RUNS_ALL
 
 COSTS = (
     Costs(4, largest=2),
@@ -44,6 +45,7 @@ class Play:
         self.rows: dict[int, Sequence] = {}
         self.lengths: dict[str, int] = {}
         self.learns = rng.random() < 0.3  # else it goes on to expect short answers
+        self.groups: list[list[str]] = []  # the rows of each that was computed
         self.num_ended = 0
         self.num_preempted = 0
 
@@ -85,6 +87,7 @@ class Play:
         group = self.scheduler.group
         assert group is not None
         rows = self.scheduler.finish_group()
+        self.groups.append([row.job_id for row in rows])
         for place, row in enumerate(rows):
             demand = Demand(row.num_prefill, row.num_remaining)
             cells = self.scheduler.memory.max_cells(group, demand)
@@ -148,11 +151,15 @@ class Play:
         assert held.total <= budget.memory_bytes == held.allowed, (held, budget.memory_bytes)
 
 
+# Loads of all costs, of 1 to 16 slots; in some of them rows leave and come back.
+SEEDS = range(14) if RUNS_ALL else (2, 4, 5, 6, 7, 8, 9, 10, 12)
+
+
 @pytest.mark.parametrize("is_optimistic", [True, False])
 def test_every_row_ends_within_the_budget(is_optimistic: bool) -> None:
     """No row is lost, none starves or leaves too often, and bytes never exceed the budget."""
     num_preempted = 0
-    for seed in range(14):
+    for seed in SEEDS:
         rng = random.Random(seed)
         play = Play(rng, rng.choice(COSTS), is_optimistic)
         if rng.random() < 0.7:
@@ -180,19 +187,17 @@ def one_by_one(rows: list[Sequence], fits: Callable[[list[Sequence]], bool]) -> 
 
 
 def groups_of(seed: int, *, is_optimistic: bool) -> list[list[str]]:
-    """The rows of all groups of one play, in their order."""
+    """The rows of all groups of one play, in their order. Answers end soon, for the next group."""
     rng = random.Random(seed)
     play = Play(rng, rng.choice(COSTS), is_optimistic)
     for _ in range(FEWEST_OUTPUTS):
         play.scheduler.output_lengths.add(rng.choice([1, 20]))
     for number in range(rng.randrange(20, 60)):
         play.add(number)
-    found = list[list[str]]()
+        play.lengths[str(number)] = min(play.lengths[str(number)], 60)
     while not play.scheduler.is_idle:
         play.step()
-        if group := play.scheduler.group:
-            found.append([row.job_id for row in group.rows])
-    return found
+    return play.groups
 
 
 @pytest.mark.parametrize("is_optimistic", [True, False])
@@ -208,7 +213,7 @@ def test_groups_are_those_of_rows_admitted_one_by_one(
         num_cut += 0 < len(found) < len(rows)
         return found
 
-    for seed in range(2):
+    for seed in range(0 if RUNS_ALL else 5, 12):
         groups = groups_of(seed, is_optimistic=is_optimistic)
         monkeypatch.setattr(scheduler_module, "as_many_as_fit", counted)
         assert groups_of(seed, is_optimistic=is_optimistic) == groups, seed

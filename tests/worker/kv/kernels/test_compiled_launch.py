@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C
 
 CASES = (
     Case("affine8", "affine8", mx.bfloat16, 128, 128, 4, 1, False, 5, 3),
-    Case("affine4", "turbo3", mx.float16, 96, 64, 2, 2, True, 2, 4),
     Case("mxfp4", "float", mx.float32, 64, 80, 3, 0, True, 2, 5),
+    Case("affine4", "turbo3", mx.float16, 96, 64, 2, 2, True, 2, 4),
 )
 
 
@@ -70,6 +70,7 @@ def all_of(case: Case, launch: Launch) -> list[mx.array]:
     return [*found, kernels.place_rows(places, *parts, 1, 320)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.keys}+{case.values}")
 def test_results_are_those_of_kernels_with_strides(case: Case, folder: Path, calls: Calls) -> None:
     """Bit for bit, with sizes and views as the numbers that a program is given."""

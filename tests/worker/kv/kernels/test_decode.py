@@ -72,6 +72,7 @@ def test_products_of_matrices_give_the_same(case: Case, folder: Path) -> None:
     Sample.of(case).check(CppLaunch(folder), matrices=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize("length", [40, 1100])
 def test_each_scale_of_scores_has_kernels_of_its_own(

@@ -120,7 +120,7 @@ def test_planted_faults_are_seen_at_the_first_draw(
     mx.random.seed(fault)
     launch = CppLaunch(folder, FAULTS)
     rows, inputs = rows_of(96, 3), mx.zeros((96,), mx.int32)
-    parts = [numbers(kind, 48, 5000) for kind in ("ties", "equal")]
+    parts = [numbers(kind, 48, 2000) for kind in ("ties", "equal")]
     logits = mx.concatenate(parts)
     wanted = sample(logits, inputs, rows).tokens
     sound, faulty = FewTokens(DrawKernel(launch)), replace(launch, fault=fault, counts={})

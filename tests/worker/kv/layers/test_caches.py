@@ -231,7 +231,7 @@ def test_layouts_have_rows_alike(multiples: tuple[int, int]) -> None:
     for index in range(4):
         crowd.add(f"many{index}", random_prompt(index, 700), count=3)
     crowd.drain()
-    crowd.add("one", random_prompt(5, 100), count=160)
+    crowd.add("one", random_prompt(5, 210), count=50)
     crowd.step()
     crowd.add("long", random_prompt(6, 700), count=5)
     crowd.drain().check_alone()

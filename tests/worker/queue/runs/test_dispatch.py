@@ -210,7 +210,7 @@ def documents(num_documents: int, num_questions: int, num_blocks: int = 12) -> l
         document = tuple(range(next_block, next_block + num_blocks))
         next_block += num_blocks
         for _ in range(num_questions):
-            num_answer = int(rng.lognormvariate(4, 1))
+            num_answer = int(rng.lognormvariate(3, 1))
             jobs.append(Job((*document, next_block), 512 * num_blocks + 300, num_answer))
             jobs.append(Job((next_block + 1,), 400, num_answer))
             next_block += 2
@@ -221,18 +221,16 @@ def documents(num_documents: int, num_questions: int, num_blocks: int = 12) -> l
 def test_shared_prefixes_are_hit_in_any_crowd() -> None:
     """On a synthetic trace eight unequal workers hit nearly all that one endless memory would, and
     are not done later than by taking single jobs; the store gets what is wanted again."""
-    jobs = documents(60, 20)
+    jobs = documents(20, 20)
     order, best = prefix_order(jobs), ceiling(jobs)
-    shipped = Simulation(
-        order, write=WRITES["shared"], slots=8, prefetch=4, memory_blocks=100
-    ).run()
-    single = Simulation(order, by_runs(1), slots=8, prefetch=4, memory_blocks=100).run()
+    shipped = Simulation(order, write=WRITES["shared"], slots=8, prefetch=4, memory_blocks=40).run()
+    single = Simulation(order, by_runs(1), slots=8, prefetch=4, memory_blocks=40).run()
     assert best - shipped.local < 0.03
     assert best - shipped.total < 0.03
     assert single.local < best - 0.2
     assert shipped.seconds < single.seconds
-    num_shared = 60 * 12
-    num_unique = num_shared + 2 * 60 * 20
+    num_shared = 20 * 12
+    num_unique = num_shared + 2 * 20 * 20
     assert shipped.written <= num_shared / num_unique + 1e-9
 
 
@@ -240,11 +238,11 @@ def test_a_slow_worker_holds_up_nobody() -> None:
     """One of eight at a twentieth of the speed costs less than the rows that it had in its slots;
     with runs that nobody gives back it works on for long."""
     rng = random.Random(6)
-    jobs = [Job((n,), 400, rng.randrange(20, 60)) for n in range(2_000)]
+    jobs = [Job((n,), 100, rng.randrange(5, 15)) for n in range(1_200)]
     speeds = (1.0,) * 7 + (0.05,)
     shipped = Simulation(jobs, slots=4, prefetch=0, speeds=speeds).run()
     stubborn = Simulation(jobs, by_runs(128), slots=4, prefetch=0, speeds=speeds).run()
-    assert shipped.seconds * 2 < stubborn.seconds
+    assert shipped.seconds * 4 < stubborn.seconds
 
 
 @pytest.mark.parametrize(
@@ -280,7 +278,7 @@ def test_what_went_back_is_not_taken_again(view: View) -> None:
 
 def test_unequal_workers_are_done_together() -> None:
     """Eight workers, the slowest at a fifth of the speed, need little more than the least time."""
-    order = prefix_order(many_small_groups()[:1500])
+    order = prefix_order(many_small_groups()[:800])
     outcome = Simulation(order).run()
     assert outcome.seconds <= 1.1 * least_seconds(order)
     assert outcome.idle < 0.08

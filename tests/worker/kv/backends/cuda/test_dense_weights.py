@@ -34,9 +34,10 @@ PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 @pytest.fixture(scope="module")
 def packed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with weights of 8 bits, as a folder that users download."""
+    """Half of the demo model with weights of 8 bits, as a folder that users download."""
     folder = tmp_path_factory.mktemp("packed")
     model, _, config = mlx_lm.utils.load(str(MODEL_PATH), return_config=True)
+    model.model.layers, config["num_hidden_layers"] = model.layers[:2], 2
     model, config = mlx_lm.utils.quantize_model(model, config, 64, 8)
     mlx_lm.utils.save_model(folder, model)
     (folder / "config.json").write_text(json.dumps(config))
@@ -57,7 +58,7 @@ def test_the_model_of_a_folder_answers_the_same(packed_model: Path) -> None:
         *(str(packed_model), "float32"),
         before_reading=lambda model, dtype: dense_weights.unpack(model, dtype, ROOM),
     )
-    assert packed_layers(packed.model) == 29 and packed_layers(dense.model) == 0
+    assert packed_layers(packed.model) == 15 and packed_layers(dense.model) == 0
     assert dense.weight_bytes > 3 * packed.weight_bytes
     assert dense.weight_bytes == 4 * get_total_parameters(dense.model)
     tokens = mx.array([[5, 9, 200, 31, 7]])
@@ -81,15 +82,17 @@ def test_a_worker_asks_its_device(packed_model: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(GenericBackend, "unpack_weights", unpack)
     monkeypatch.setattr(GenericBackend, "compile_early", begin)
-    engine = build_engine(WorkerSettings.from_env({}, model=str(packed_model)))
+    # Nothing is measured for slots and chunks.
+    given = {"model": str(packed_model), "slots": 2, "prefill_chunk": 256}
+    engine = build_engine(WorkerSettings.from_env({}, **given))
     assert packed_layers(engine.loaded.model) == 0 and compiled_for == [0]
     assert engine.loaded.weight_bytes == 4 * get_total_parameters(engine.loaded.model)
     engine.close()
-    engine = build_engine(WorkerSettings.from_env({}, model=str(packed_model), weights="packed"))
-    assert packed_layers(engine.loaded.model) == 29 and compiled_for == [0, 29]
+    engine = build_engine(WorkerSettings.from_env({}, **given, weights="packed"))
+    assert packed_layers(engine.loaded.model) == 15 and compiled_for == [0, 15]
     engine.close()
     with pytest.raises(SettingsError, match="--weights unpacked: only NVIDIA GPUs"):
-        build_engine(WorkerSettings.from_env({}, model=str(packed_model), weights="unpacked"))
+        build_engine(WorkerSettings.from_env({}, **given, weights="unpacked"))
 
 
 def test_a_worker_unpacks_without_asking_for_room(
