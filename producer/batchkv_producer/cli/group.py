@@ -5,7 +5,6 @@ It also finds the commands of other packages, and prints errors as one line.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -39,7 +38,7 @@ class Cli(click.Group):
     """Lists its own commands in the order of ``places``, then those from entry points."""
 
     def __init__(self, *args: Any, places: Mapping[str, str], **rest: Any) -> None:
-        """``places``: module and name of each own command, ``module:name``."""
+        """``places``: where each own command is, as entry points have it: ``module:name``."""
         super().__init__(*args, **rest)
         self._places = places
 
@@ -48,8 +47,8 @@ class Cli(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._places:
-            module, _, name = self._places[cmd_name].partition(":")
-            own: click.Command = getattr(importlib.import_module(module), name)
+            place = EntryPoint(cmd_name, self._places[cmd_name], ENTRY_POINT_GROUP)
+            own: click.Command = place.load()
             return own
         found = _foreign_commands().get(cmd_name)
         return _load(cmd_name, found) if found else None
