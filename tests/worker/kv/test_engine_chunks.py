@@ -37,6 +37,7 @@ from batchkv_worker.kv.kernels.plain import PlainKernels
 from batchkv_worker.kv.kernels.value_parts import VALUE_PARTS
 from batchkv_worker.kv.layers import chunk_packing
 from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
+from batchkv_worker.kv.layers.contract import Chunk
 from batchkv_worker.kv.schemes.packing import LayerScheme
 from batchkv_worker.kv.start import chunkcheck, plan
 from worker.kv.crowd import Crowd, random_prompt
@@ -476,3 +477,32 @@ def test_a_second_start_compares_nothing(
         assert kind.chunks is not None
         if is_first:
             monkeypatch.setattr(chunkcheck, "are_better", lambda *_: pytest.fail("compared again"))
+
+
+def test_attention_alone_is_padded_to_few_shapes(
+    launch: CppLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the model computes an eighth of padding at most, and eight tokens."""
+    lengths: set[tuple[int, int]] = set()
+    widths: list[tuple[int, int]] = []
+    attention, begin = mx.fast.scaled_dot_product_attention, AttentionPrefill.begin
+
+    def watched(queries: mx.array, keys: mx.array, *rest: Any, **named: Any) -> mx.array:
+        if queries.shape[2] > 1:
+            lengths.add((queries.shape[2], keys.shape[2] - queries.shape[2]))
+        return attention(queries, keys, *rest, **named)
+
+    def noted(layer: AttentionPrefill, chunk: Chunk) -> None:
+        widths.append((chunk.width, max(chunk.lengths or [chunk.width])))
+        begin(layer, chunk)
+
+    wanted = crowd_of("llama", "affine8", None).answers(prompts())
+    crowd = crowd_of("llama", "affine8", launch)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(AttentionPrefill, "begin", noted)
+    assert crowd.answers(prompts()) == wanted
+    behind = {length for length, history in lengths if history}
+    first = {length for length, history in lengths if not history}
+    assert behind == {64} and first <= {128, 256, 384}
+    assert {width for width, _ in widths} == {16, 32, 288}
+    assert all(width <= max(tokens * 9 / 8 + 1, tokens + 7) for width, tokens in widths), widths

@@ -139,8 +139,11 @@ class Prefill:
         group.share(self.shared_prefix)
 
     def _width(self, group: PrefillGroup) -> int:
-        ragged = self._plan.traits.ragged  # else no row may have a pad
-        return self._plan.backend.padded_width(group.width) if ragged else group.width
+        """Where its longest row ends, in tokens, with padding for what is computed of it."""
+        if not self._plan.traits.ragged:  # no row may have a pad
+            return group.width
+        cached = group.rows[0].num_cached
+        return cached + self._plan.backend.padded_width(group.width - cached)
 
     def _compute_chunk(self, group: PrefillGroup) -> None:
         """One chunk of the group's prompts; logits are never read, so MLX never computes them."""

@@ -998,3 +998,15 @@ def test_a_prefix_outlives_its_blocks() -> None:
     for name, prompt in rows.items():
         crowd.add(f"{name} again", prompt, count=12)
     crowd.drain().check_alone()
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 25, 64])
+def test_parts_of_rows_have_one_size(most: int) -> None:
+    """A power of two, if there are several. Each row is taken once, in order."""
+    for num_rows in range(1, 70):
+        parts = shared_prefix_prefill._slices(num_rows, most)
+        sizes = {rows.stop - rows.start for rows, _ in parts}
+        taken = [row for rows, known in parts for row in range(rows.start + known, rows.stop)]
+        assert taken == [*range(num_rows)]
+        assert len(sizes) == 1 and sizes <= {1, 2, 4, 8, 16, 32, 64, num_rows}
+        assert max(sizes) <= max(1, most)

@@ -25,6 +25,7 @@ from batchkv_worker.kv.backends.metal.backend import MetalBackend
 from batchkv_worker.kv.backends.warm_up import EarlyLaunches, Heads, chunk_shapes, heads_of
 from worker.engine.test_launches import SECONDS, beside_others, threads
 
+MLX_KEEPS = 256  # plans of attention
 ARGS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
@@ -60,13 +61,12 @@ def a_launch(launches: Any) -> float:
 
 
 def test_the_usual_shapes_of_chunks_come_first() -> None:
-    """Those that were seen on an H100 are among those that are planned, and none comes twice."""
-    seen = {(2, 1024), (4, 512), (4, 768), (8, 256), (8, 384), (16, 128), (16, 256), (32, 64)}
-    seen |= {(32, 128), (16, 64), (1, 2048)}
+    """Those that were seen on an H100 are among them. None comes twice. MLX keeps all plans."""
+    seen = {(2, 1024), (4, 512), (4, 768), (8, 256), (8, 384), (16, 128), (16, 256), (32, 128)}
     found = chunk_shapes(CudaBackend(), 8 * 128)
-    assert seen <= set(found[: warm_up.MOST_SHAPES])
+    assert {(1, 2048), *seen} <= set(found)
     assert found[0] == (1, 2048), "the first chunk of every long prompt"
-    assert len(set(found)) == len(found) > warm_up.MOST_SHAPES
+    assert len(set(found)) == len(found) < MLX_KEEPS
 
 
 def test_attention_leaves_these_shapes_as_they_are() -> None:
@@ -96,7 +96,7 @@ def test_the_call_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     CudaBackend().attention(queries, keys, values, 0.25, "causal", None)
     shape = calls[0][0][0][0][0], calls[0][0][0][0][2]
     assert 10 * tokens < 2048 and shape == (16, 256)
-    assert shape in chunk_shapes(CudaBackend(), 2 * 16)[: warm_up.MOST_SHAPES]
+    assert shape in chunk_shapes(CudaBackend(), 2 * 16)
     warm_up._attend(Heads(4, 2, 16), mx.float32, *shape)
     assert calls[1][:2] == ([*calls[0][0][:3]], "causal") and calls[1] == (*calls[0][:2], 0.25)
 
@@ -121,7 +121,7 @@ def test_heads_are_those_of_the_arguments(args: dict[str, Any], wanted: Heads | 
 def test_attention_that_mlx_does_not_plan_is_left_out() -> None:
     """Numbers of 32 bits, and large heads: its other kernels would take memory for scores."""
     works = partial(warm_up.works_for, CudaBackend())
-    assert len(works(model(**ARGS), mx.bfloat16)) == 1 + warm_up.MOST_SHAPES
+    assert len(works(model(**ARGS), mx.bfloat16)) == 1 + len(chunk_shapes(CudaBackend(), 2 * 16))
     assert not works(model(**ARGS), mx.float32)
     for size in (192, 12):
         assert not works(model(**{**ARGS, "head_dim": size}), mx.float16)

@@ -65,15 +65,28 @@ def _attend_dense(
         for side, tensor in enumerate((scheme.keys, scheme.values))
     ]
     of_row = sum(part[0].size for prefixes, rest in both for part in (*prefixes, rest))
-    few = max(1, MAX_DENSE // of_row)
+    is_of_rows = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
     found = []
-    for low in range(0, queries.shape[0], few):
-        rows = slice(low, low + few)
+    for rows, num_known in _slices(queries.shape[0], MAX_DENSE // of_row):
         keys, values = (_joined(prefixes, rest, rows) for prefixes, rest in both)
-        is_of_rows = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
         given = mask[rows] if is_of_rows else mask
-        found.append(layer.backend.attention(rotated[rows], keys, values, scale, given, sinks))
+        out = layer.backend.attention(rotated[rows], keys, values, scale, given, sinks)
+        found.append(out[num_known:] if num_known else out)
     return scheme.values.unrotate(mx.concatenate(found, axis=0))
+
+
+def _slices(num_rows: int, most: int) -> list[tuple[slice, int]]:
+    """Parts of at most ``most`` rows, and how many rows of each are in the parts before.
+
+    Parts of equal sizes, which are powers of two, need one plan on CUDA. So the last one begins
+    with rows that are computed already.
+    """
+    size = 1 << (max(1, most).bit_length() - 1)
+    if num_rows <= size:
+        return [(slice(0, num_rows), 0)]
+    starts = range(0, num_rows, size)
+    lows = [min(start, num_rows - size) for start in starts]
+    return [(slice(low, low + size), start - low) for start, low in zip(starts, lows, strict=True)]
 
 
 def _joined(shared: list[mx.array], own: mx.array, rows: slice) -> mx.array:

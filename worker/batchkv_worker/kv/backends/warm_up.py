@@ -28,7 +28,6 @@ log = logging.getLogger("batchkv.engine")
 
 FREE_SLOTS = (64, 32, 16, 8)  # for which groups of prompts are formed
 PROMPTS = range(32, 8193, 16)  # tokens of the longest prompt of a group
-MOST_SHAPES = 40  # that are planned; MLX keeps the plans of 256
 MOST_SIZE, SIZE_MULTIPLE = 128, 8  # of heads whose attention MLX plans
 PRODUCT = 256  # rows and columns of a small product
 
@@ -84,7 +83,7 @@ def works_for(backend: Backend, model: Any, dtype: mx.Dtype) -> list[Callable[[]
         return []
     if heads.size > MOST_SIZE or heads.size % SIZE_MULTIPLE:
         return []
-    shapes = chunk_shapes(backend, heads.of_keys * heads.size)[:MOST_SHAPES]
+    shapes = chunk_shapes(backend, heads.of_keys * heads.size)
     return [partial(_multiply, dtype), *(partial(_attend, heads, dtype, *one) for one in shapes)]
 
 

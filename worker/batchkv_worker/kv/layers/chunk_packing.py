@@ -122,11 +122,12 @@ class ChunkPacking:
         if not shared:
             return None, padded, min(tokens + more, MOST_COLUMNS)
         each = shape.num_heads * (shape.key_size + shape.value_size)
+        columns += more
         is_small = columns <= MOST_COLUMNS and padded * columns * each <= backend.most_joined
         is_joined = len(shared) == 1 and is_padded and backend.has_fused_attention
         if not is_joined or not is_small or not self._can_read(shared[0]):
             return None, rows, tokens
-        return shared[0], padded, tokens
+        return shared[0], padded, tokens + more
 
     def _can_read(self, prefix: PackedKV) -> bool:
         """Whether the kernel reads such parts: of its dtype, and not too few numbers for Metal."""

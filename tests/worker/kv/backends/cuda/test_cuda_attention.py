@@ -49,12 +49,15 @@ def test_rows_of_zeros_change_nothing(
     assert seen[2:] == [{1: 4, 3: 4, 4: 4, 5: 8, 7: 8}[rows], rows]
 
 
-@pytest.mark.parametrize(("history", "wanted"), [(0, (4, 128)), (1, (4, 100))])
+@pytest.mark.parametrize(
+    ("tokens", "history", "wanted"),
+    [(100, 0, 128), (100, 1, 128), (40, 0, 128), (40, 1, 64), (128, 0, 128), (64, 1, 64)],
+)
 @pytest.mark.parametrize("rows", [3, 4])
 def test_tokens_of_zeros_change_nothing(
-    rows: int, history: int, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    rows: int, tokens: int, history: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rows are copied anyway, and have no history: with it, more keys would be seen."""
+    """Up to one of few lengths; with history up to a multiple, under a causal mask alone."""
     seen: list[tuple[int, int]] = []
     real = mx.fast.scaled_dot_product_attention
 
@@ -64,11 +67,11 @@ def test_tokens_of_zeros_change_nothing(
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(backend, "FEW_TOKENS", 40)
-    found, plain = attention_of(rows, 100, "causal", history)
+    found, plain = attention_of(rows, tokens, "causal", history)
     assert mx.allclose(found, plain, atol=1e-6) and found.shape == plain.shape
-    assert seen == [wanted if rows == 3 else (4, 100), (rows, 100)]
-    found, plain = attention_of(rows, 100, None, history)  # all keys are seen
-    assert mx.allclose(found, plain, atol=1e-6) and seen[2] == (4, 100)
+    assert seen == [(4, wanted), (rows, tokens)]
+    found, plain = attention_of(rows, tokens, None, history)  # all keys are seen
+    assert mx.allclose(found, plain, atol=1e-6) and seen[2] == (4, tokens)
 
 
 def test_lengths_are_rounded_to_few() -> None:

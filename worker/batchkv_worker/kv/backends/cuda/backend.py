@@ -10,6 +10,7 @@ import mlx.core as mx
 from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Early, Pacing, RecordKernels
 from batchkv_worker.kv.backends.cuda import dense_weights, early_products
+from batchkv_worker.kv.backends.generic import round_up
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend, decode_kernels
 from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.backends.pacing import LayersAhead
@@ -23,6 +24,7 @@ FEW_TOKENS = 1024  # rows times columns to which few rows are padded: they cost 
 MOST_ROWS = 8  # to which few rows are padded
 LENGTHS = (128, 256, 384, 512, 768, 1024)  # to which short prompts are padded; then multiples of
 LENGTHS_MULTIPLE = 512
+OWN_MULTIPLE = 64  # of tokens to which chunks with history are padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,26 +54,27 @@ class CudaBackend(GpuBackend):
         """MLX's, for numbers of rows and tokens that come again.
 
         MLX plans attention for each shape anew, which takes 65 ms on an H200. So small chunks of
-        prompts get rows of zeros up to a power of two, and short ones up to ``MOST_ROWS``. Rows
-        without history that are copied for this get tokens of zeros behind their own, too, which
-        none of their own attends to.
+        prompts get rows of zeros up to a power of two, and short ones up to ``MOST_ROWS``. Rows get
+        tokens of zeros behind their own, too, which none of their own attends to: up to one of few
+        lengths, or, with history, up to a multiple. The rest of the model computes none of them.
         """
         rows, length, columns = queries.shape[0], queries.shape[2], keys.shape[2]
         if not isinstance(mask, mx.array):
             numbers = keys[0].size // columns
             padded, more = self.padded_chunk(rows, length, columns, numbers)
-            if padded > rows:
-                width = [(0, padded - rows), (0, 0), (0, more if mask == "causal" else 0), (0, 0)]
+            more = more if mask == "causal" else 0
+            if padded > rows or more:
+                width = [(0, padded - rows), (0, 0), (0, more), (0, 0)]
                 queries, keys, values = (mx.pad(one, width) for one in (queries, keys, values))
         out = super().attention(queries, keys, values, scale, mask, sinks)
-        return out[:rows, :, :length] if out.shape[0] > rows else out
+        return out if (out.shape[0], out.shape[2]) == (rows, length) else out[:rows, :, :length]
 
     def padded_chunk(self, rows: int, length: int, columns: int, numbers: int) -> tuple[int, int]:
         few = min(MOST_ROWS, FEW_TOKENS // max(length, columns))
         padded = 1 << (max(rows, few) - 1).bit_length()
-        more = rounded_length(length) - length if length == columns else 0
-        is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
-        return (padded, more) if padded > rows and is_small else (rows, 0)
+        to = rounded_length(length) if length == columns else round_up(length, OWN_MULTIPLE)
+        is_small = length > 1 and padded * numbers * (columns + to - length) <= MOST_PADDED
+        return (padded, to - length) if is_small else (rows, 0)
 
     def unpack_weights(self, model: Any, dtype: mx.Dtype, *, has_room: bool = False) -> int:
         most_bytes = None if has_room else device.free_bytes() // 2

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import Change, ChunkKernels, RecordKernels
-from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.generic import GenericBackend, round_up
 from batchkv_worker.kv.backends.gpu import fused_linear, fused_rotary, residual_blocks
 from batchkv_worker.kv.kernels.chunk import ChunkKernel
 from batchkv_worker.kv.kernels.decode import DecodeKernels
@@ -19,6 +19,9 @@ from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.schemes.packing import LayerScheme
 
 log = logging.getLogger("batchkv.engine")
+
+WIDTHS = (64, 32, 16, 8)  # prompts are as wide as a multiple of one of these
+PADDED_SHARE = 8  # of a prompt's width, one in so many columns is padding at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,15 @@ class GpuBackend(GenericBackend):
             found.append(fused_rotary.choose(model, rows, launch, self.measurements, groups))
             found.append(residual_blocks.choose(model, rows, launch, self.measurements))
         return tuple(change for change in found if change is not None)
+
+    def padded_width(self, tokens: int) -> int:
+        """Prefill is limited by arithmetic, and padding is computed as tokens are.
+
+        So an eighth of a short prompt is added at most. Widths of 512 and more are multiples of 64.
+        """
+        few = tokens // PADDED_SHARE
+        multiple = next((width for width in WIDTHS if width <= few), WIDTHS[-1])
+        return round_up(tokens, multiple)
 
     def launch(self) -> Launch | None:
         """Makes our own kernels in the device's language; None where there is none."""

@@ -24,8 +24,6 @@ from batchkv_worker.kv.schemes.packing import LayerScheme
 COLUMNS = 64  # a step's columns are multiples of this: 64 steps have the same shapes
 FLAT_FROM, TILE_ROWS = 10, 32  # rows from which, and up to which, a product costs the same
 HALF_TILE_ROWS = 16
-WIDTHS = (64, 32, 16, 8)  # prompts are as wide as a multiple of one of these
-PADDED_SHARE = 8  # of a prompt's width, one in so many columns is padding at most
 VISIBLE, STORED = 3, 4  # whole buffers are dequantized if so many cells are read of so many
 
 
@@ -47,15 +45,6 @@ class MetalBackend(GpuBackend):
         if rows < FLAT_FROM:
             return rows
         return HALF_TILE_ROWS if rows <= HALF_TILE_ROWS else round_up(rows, TILE_ROWS)
-
-    def padded_width(self, tokens: int) -> int:
-        """Prefill is limited by arithmetic, and padding is computed as tokens are.
-
-        So an eighth of a short prompt is added at most. Widths of 512 and more are multiples of 64.
-        """
-        few = tokens // PADDED_SHARE
-        multiple = next((width for width in WIDTHS if width <= few), WIDTHS[-1])
-        return round_up(tokens, multiple)
 
     def reads_whole(self, visible: int, stored: int) -> bool:
         """Where three quarters of a buffer are read.
