@@ -15,6 +15,7 @@ import pytest
 
 from batchkv_worker.engine import chunk_size
 from batchkv_worker.engine import engine as engines
+from batchkv_worker.engine.decode_step import Step
 from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.engine.tokens.sampling import FewTokens, sample
 from batchkv_worker.events import Completed
@@ -191,6 +192,77 @@ def test_a_fault_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert beside_others(run)
 
 
+def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first arrays, before the rest, which need not be launched when it is told."""
+    by: list[tuple[str, Any]] = []
+    real, may_go_on = mx.async_eval, threading.Event()
+
+    def noting(*arrays: Any) -> None:
+        if len(arrays) == 2:
+            assert may_go_on.wait(SECONDS)
+        by.append((threading.current_thread().name, len(arrays)))
+        real(*arrays)
+
+    def run() -> list[float]:
+        launches = choose(is_beside=True)
+        assert launches.starts_early
+        monkeypatch.setattr(mx, "async_eval", noting)
+        first = mx.ones((3,)) + 1
+        last = first * 2
+
+        def between() -> float:
+            mx.eval(first)
+            by.append((threading.current_thread().name, "between"))
+            return float(first.sum().item())
+
+        found = [launches.start_around([first], between, [last], last + 1)]
+        may_go_on.set()
+        launches.join()
+        found.append(last.sum().item())
+        launches.close()
+        return found
+
+    assert beside_others(run) == [6, 12]
+    assert by == [("batchkv-launch", 1), ("batchkv-launch", "between"), ("batchkv-launch", 2)]
+
+
+@pytest.mark.parametrize("at", ["first", "between", "rest"])
+def test_a_fault_around_reaches_the_one_who_waits(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, or with the next join. Then nothing is held, and the thread launches as ever."""
+    real = mx.async_eval
+
+    class Arrays(list[mx.array]):
+        """Can be referred to weakly."""
+
+    def failing(*arrays: Any) -> None:
+        if at == ("rest" if len(arrays) == 2 else "first"):
+            raise RuntimeError(str(ASKED))
+        real(*arrays)
+
+    def between() -> int:
+        if at == "between":
+            raise RuntimeError(str(ASKED))
+        return 7
+
+    def run() -> bool:
+        launches = choose(is_beside=True)
+        monkeypatch.setattr(mx, "async_eval", failing)
+        given = Arrays([mx.ones((3,)) + 1])
+        seen = weakref.ref(given)
+        with pytest.raises(RuntimeError, match="Unable to allocate"):
+            assert launches.start_around(given[:], between, given, given[0]) == 7
+            launches.join()
+        launches.join()
+        del given
+        is_gone = seen() is None
+        monkeypatch.setattr(mx, "async_eval", real)
+        assert launches.start_around([mx.ones((1,))], lambda: 8, mx.zeros((1,))) == 8
+        launches.close()
+        return is_gone
+
+    assert beside_others(run)
+
+
 def test_a_failed_device_comes_before_memory_that_ran_out() -> None:
     """Where a step and its launch fail. What MLX raised is never lost."""
     device = RuntimeError("[METAL] Command buffer execution failed: Impacting Interactivity")
@@ -237,11 +309,12 @@ class Held:
     """Launches at the join. Between start and join nothing may be computed."""
 
     open: list[Held] = []  # noqa: RUF012 - of one test at a time
+    starts_early = True
 
     def __init__(self, real: Callable[..., None]) -> None:
         self._real = real
         self._given: tuple[Any, ...] = ()
-        self.num_layers = self.num_chunks = 0  # that were launched
+        self.num_layers = self.num_chunks = self.num_early = 0  # that were launched
 
     def start(self, *arrays: Any) -> None:
         assert not self._given
@@ -250,6 +323,14 @@ class Held:
             self.num_layers += isinstance(arrays[0], mx.array)
         self._given = arrays
         Held.open.append(self)
+
+    def start_around(self, first: list[mx.array], between: Callable[[], Any], *rest: Any) -> Any:
+        assert not self._given and first
+        self.num_early += 1
+        self._real(first)
+        found = between()
+        self.start(*rest)
+        return found
 
     def join(self) -> None:
         given, self._given = self._given, ()
@@ -365,6 +446,33 @@ def test_nothing_is_computed_while_a_step_is_launched(
     assert drained(running) == wanted
     assert len(held) == 1
     assert held[0].num_layers == held[0].num_chunks == running._prefill._num_chunks > 3
+
+
+def test_the_first_layers_wait_for_those_of_the_last_step(
+    held: list[Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else MLX would copy their buffers. The mark tells it, and keeps none of them alive."""
+    waited: list[Any] = []
+    real, around = mx.eval, Held.start_around
+
+    def noting(*arrays: Any) -> None:
+        waited.append(arrays[0])
+        real(*arrays)
+
+    def start_around(self: Held, first: list[mx.array], *rest: Any) -> Any:
+        step, upcoming = running._in_flight, running._upcoming
+        assert step is not None and step.mark is not None and waited[-1] is step.mark
+        assert isinstance(upcoming, Step) and first[-1] is upcoming.mark
+        buffers = running._slots.first_arrays
+        assert all(one is other for one, other in zip(first[:-1], buffers, strict=True))
+        assert step.mark.size == 1 and step.mark.dtype != buffers[-1].dtype
+        return around(self, first, *rest)
+
+    running = engine(is_beside=True)
+    monkeypatch.setattr(mx, "eval", noting)
+    monkeypatch.setattr(Held, "start_around", start_around)
+    drained(running)
+    assert held[0].num_early > 40
 
 
 def test_nothing_is_computed_while_layers_of_a_chunk_are_launched(

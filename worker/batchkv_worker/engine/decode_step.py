@@ -7,7 +7,7 @@ guide must see the last token before it says which may follow: first the logits,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from batchkv_producer.wire.job import ErrorCode
 from batchkv_worker.engine.grammar.grammars import Grammars
 from batchkv_worker.engine.tokens import outputs
 from batchkv_worker.engine.tokens.sampling import FewTokens, Sampled, sample
+from batchkv_worker.kv.backends.launching import Launches
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.sequence import Sequence
 from batchkv_worker.trace import DECODE, ENGINE, MASKS
@@ -27,11 +28,18 @@ class Step:
 
     rows: list[Sequence | None]
     sampled: Sampled
+    mark: mx.array | None = None  # computed after its first layers: then the next may start theirs
+    # The tokens as the next step's inputs ``[rows]``. MLX moves what the host reads, wherever the
+    # device still needs it. So the next step, which may have begun, must not read ``sampled``.
+    inputs: mx.array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inputs = self.sampled.tokens.astype(mx.int32)
 
     @property
     def arrays(self) -> list[mx.array]:
         """What is computed for it, apart from the slots."""
-        return self.sampled.arrays
+        return [*self.sampled.arrays, self.inputs, *([] if self.mark is None else [self.mark])]
 
     def fetch(self) -> outputs.ReadBack:
         """Wait for it, and copy its results to the host."""
@@ -59,8 +67,13 @@ def build_step(
     by_slot: Mapping[int, Sequence],
     in_flight: Step | None,
     few: FewTokens,
+    *,
+    starts_early: bool = False,
 ) -> Step | OpenStep:
-    """The graph of the next step, which takes the tokens that the last one sampled."""
+    """The graph of the next step, which takes the tokens that the last one sampled.
+
+    ``starts_early``: the one after it may start its first layers before this one has ended.
+    """
     view = slots.begin_step()
     rows = [by_slot.get(slot) for slot in range(view.num_rows)]
     tokens = inputs(rows, in_flight)
@@ -69,10 +82,30 @@ def build_step(
     step: Step | OpenStep = (
         OpenStep(rows, tokens, logits)
         if is_guided
-        else Step(rows, sample(logits, tokens, rows, few=few))
+        else Step(
+            *(rows, sample(logits, tokens, rows, few=few)), slots.mark() if starts_early else None
+        )
     )
     slots.end_step()
     return step
+
+
+def start(
+    upcoming: Step | OpenStep | None, landed: Step | None, slots: DecodeSlots, launches: Launches
+) -> outputs.ReadBack | None:
+    """Wait for the last step, and start the next one. Returns what the last one gave.
+
+    Nothing may be launched meanwhile. Where steps have a mark, the first layers of the next step
+    start before the last step has ended, and after it has computed its own.
+    """
+    if isinstance(upcoming, Step) and landed is not None and landed.mark is not None:
+        mx.eval(landed.mark)
+        first = [*slots.first_arrays, *([] if upcoming.mark is None else [upcoming.mark])]
+        return launches.start_around(first, landed.fetch, upcoming.arrays, slots.arrays)
+    read = landed.fetch() if landed is not None else None
+    if upcoming is not None:
+        launches.start(upcoming.arrays, slots.arrays)
+    return read
 
 
 def choose(
@@ -99,7 +132,7 @@ def inputs(rows: list[Sequence | None], in_flight: Step | None) -> mx.array:
     places = [-1 if row is None else slots.get(id(row), -1) for row in rows]
     if in_flight is None or all(place < 0 for place in places):
         return mx.array(known)
-    previous = in_flight.sampled.tokens.astype(mx.int32)
+    previous = in_flight.inputs
     if places == list(range(previous.shape[0])):
         return previous
     gathered = mx.take(previous, mx.array([max(0, place) for place in places]))

@@ -7,10 +7,11 @@ has three parts:
 (b) build the graph of the next decode step while the last step still runs;
 (c) wait for the last step, start the next one, and then read the tokens of the last.
 
-So building, most of Python's work, overlaps with the device. A step starts when the one before it
-has ended. Then nothing else refers to the slot buffers, and MLX writes into them in place. On a
-CPU, (b) starts each layer as it is built (``Backend.starts_each_layer``). On CUDA, (b) of the next
-step overlaps with launching this one (``kv/backends/launching``).
+So building, most of Python's work, overlaps with the device. A layer starts when the last step has
+computed it. Then nothing else refers to its buffers, and MLX writes into them in place. On a CPU,
+(b) starts each layer as it is built (``Backend.starts_each_layer``). On CUDA, (b) of the next step
+overlaps with launching this one, whose first layers start while the last step ends
+(``kv/backends/launching``).
 
 If a row has a guide, such as a grammar, (b) builds the step's logits alone. Its tokens are chosen
 after (c), while the device computes the logits (``decode_step``).
@@ -31,7 +32,7 @@ from batchkv_worker.engine.audit import Audit
 from batchkv_worker.engine.chunk_size import choose_chunk
 from batchkv_worker.engine.config import EngineConfig
 from batchkv_worker.engine.decode_rows import DecodeRows
-from batchkv_worker.engine.decode_step import OpenStep, Step, build_step, choose
+from batchkv_worker.engine.decode_step import OpenStep, Step, build_step, choose, start
 from batchkv_worker.engine.diagnostics import Diagnostics
 from batchkv_worker.engine.grammar.grammars import Grammars
 from batchkv_worker.engine.live import LiveRows
@@ -247,9 +248,7 @@ class Engine:
         landed = self._in_flight
         self._launches.join()
         self._prefill.wait_for_traced()
-        read = landed.fetch() if landed is not None else None
-        if upcoming is not None:
-            self._launches.start(upcoming.arrays, self._slots.arrays)
+        read = start(upcoming, landed, self._slots, self._launches)
         if landed is not None and read is not None:
             self._ends.read(landed, read)
         if isinstance(upcoming, OpenStep):
@@ -372,7 +371,8 @@ class Engine:
     def _build_step(self) -> Step | OpenStep:
         """Build the next step, as far as it can be built while the last one runs."""
         rest = self._rows, self._in_flight, self._few_tokens
-        step = build_step(self.loaded.model, self._slots, *rest)
+        early = self._launches.starts_early
+        step = build_step(self.loaded.model, self._slots, *rest, starts_early=early)
         self._upcoming = step
         if isinstance(step, Step):
             self._note_start(step)

@@ -4,6 +4,10 @@ To launch a step, the host prepares each of its kernels. On CUDA this takes most
 and MLX keeps Python free meanwhile. So another thread launches a step, and the engine's thread
 builds the graph of the next one; and so with the layers of a chunk of prompts.
 
+A step that is launched when the one before it has ended finds the device idle: the device waited
+while the end was told and the first kernels were prepared. So the first layers of a step are
+launched before that, and the others after it (``start_around``).
+
 MLX computes a stream's work for one thread at a time. So the engine's thread calls ``join`` before
 anything that MLX computes for it; what only builds graphs needs no such call. A model whose graphs
 can be traced builds them without computing; others are launched by the engine's thread.
@@ -17,20 +21,35 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
 log = logging.getLogger("batchkv.engine")
 
+Found = TypeVar("Found")
+
 
 class Launches(Protocol):
     """Starts computations. ``close`` ends it, after a ``join``."""
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether ``start_around`` is worth what it needs."""
+
     def start(self, *arrays: Any) -> None:
         """Start to compute arrays. Those before must have been joined."""
+
+    def start_around(
+        self, first: list[mx.array], between: Callable[[], Found], *rest: Any
+    ) -> Found:
+        """Start ``first``, do ``between``, and start the rest. Those before must have been joined.
+
+        Returns what ``between`` returned, perhaps while the rest is started. It may compute.
+        """
 
     def join(self) -> None:
         """Wait until all is launched. Raises what MLX raised meanwhile, once."""
@@ -44,8 +63,18 @@ class Launches(Protocol):
 class AtOnce:
     """By the calling thread."""
 
+    starts_early = False
+
     def start(self, *arrays: Any) -> None:
         mx.async_eval(*arrays)
+
+    def start_around(
+        self, first: list[mx.array], between: Callable[[], Found], *rest: Any
+    ) -> Found:
+        self.start(first)
+        found = between()
+        self.start(*rest)
+        return found
 
     def join(self) -> None:
         """All is launched."""
@@ -67,12 +96,32 @@ class Never(AtOnce):
         """Nothing is launched."""
 
 
+@dataclass(slots=True)
+class _Around:
+    """What a thread is given by ``start_around``. ``found`` gets nothing if it fails before."""
+
+    first: list[mx.array]
+    between: Callable[[], Any]
+    rest: tuple[Any, ...]
+    found: SimpleQueue[list[Any]]
+
+    def do(self) -> None:
+        mx.async_eval(self.first)
+        self.first = []
+        self.found.put([self.between()])
+        mx.async_eval(*self.rest)
+
+
 class Beside:
     """By a thread of its own. The default stream must be one that any thread may use."""
 
+    starts_early = True
+
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._given: SimpleQueue[tuple[Any, ...] | Callable[[], None] | None] = SimpleQueue()
+        self._given: SimpleQueue[tuple[Any, ...] | _Around | Callable[[], None] | None] = (
+            SimpleQueue()
+        )
         self._is_begun, self._is_done = threading.Semaphore(0), threading.Semaphore(0)
         self._is_busy = False
         self._fault: BaseException | None = None
@@ -98,6 +147,19 @@ class Beside:
         self._given.put(arrays)
         # Python changes threads after 5 ms, or where one waits. The other one soon lets Python go.
         self._is_begun.acquire()
+
+    def start_around(
+        self, first: list[mx.array], between: Callable[[], Found], *rest: Any
+    ) -> Found:
+        assert not self._is_busy, "the step before was not joined"
+        self._is_busy = True
+        found: SimpleQueue[list[Any]] = SimpleQueue()
+        self._given.put(_Around(first, between, rest, found))
+        told = found.get()
+        if not told:
+            self.join()  # which raises the reason
+        only: Found = told[0]
+        return only
 
     def join(self) -> None:
         if not self._is_busy:
@@ -129,11 +191,16 @@ class Beside:
             if callable(given):
                 given()
                 continue
-            self._is_begun.release()
             try:
-                mx.async_eval(*given)
+                if isinstance(given, _Around):
+                    given.do()
+                else:
+                    self._is_begun.release()
+                    mx.async_eval(*given)
             except BaseException as fault:  # noqa: BLE001 - the engine's thread raises it
                 self._fault = fault
+            if isinstance(given, _Around):
+                given.found.put([])  # if there is nothing, it waits in vain
             # MLX writes into buffers in place if nobody else holds them.
             del given
             self._is_done.release()

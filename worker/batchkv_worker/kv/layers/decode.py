@@ -24,6 +24,8 @@ from batchkv_worker.kv.slots.layouts import Changes, SlotLayouts
 from batchkv_worker.kv.slots.step_view import Shapes, StepView, StepViews
 from batchkv_worker.kv.types import Pieces
 
+FIRST_SHARE = 4  # of a model's layers, one of so many may start before the last step has ended
+
 
 class DecodeSlots:
     """Rows that decode: admitted, stepped together, moved, snapshot, released."""
@@ -62,6 +64,27 @@ class DecodeSlots:
     def arrays(self) -> list[mx.array]:
         """All buffers."""
         return [array for layer in self.layers for array in layer.arrays]
+
+    @property
+    def first_arrays(self) -> list[mx.array]:
+        """The buffers of the first layers, which a step may write before the last step has ended.
+
+        They are so few that most of a step is still built while the step before it is launched.
+        """
+        few = max(1, len(self.layers) // FIRST_SHARE) if len(self.layers) > 1 else 0
+        return [array for layer in self.layers[:few] for array in layer.arrays]
+
+    def mark(self) -> mx.array | None:
+        """An array ``[1, ...]`` that is computed after the first arrays; None if there are none.
+
+        It is one of their numbers, and keeps none of them alive. MLX copies a buffer instead of
+        writing in place while the device still computes with it.
+        """
+        arrays = self.first_arrays
+        if not arrays:
+            return None
+        number = arrays[-1][(slice(0, 1),) * arrays[-1].ndim]
+        return number.astype(mx.int32 if number.dtype == mx.float32 else mx.float32)
 
     @property
     def nbytes(self) -> int:
