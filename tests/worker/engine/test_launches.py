@@ -197,11 +197,11 @@ def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.Mo
     by: list[tuple[str, Any]] = []
     real, may_go_on = mx.async_eval, threading.Event()
 
-    def noting(*arrays: Any) -> None:
-        if len(arrays) == 2:
+    def noting(arrays: list[mx.array]) -> None:
+        if len(arrays) > 1:
             assert may_go_on.wait(SECONDS)
         by.append((threading.current_thread().name, len(arrays)))
-        real(*arrays)
+        real(arrays)
 
     def run() -> list[float]:
         launches = choose(is_beside=True)
@@ -215,7 +215,7 @@ def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.Mo
             by.append((threading.current_thread().name, "between"))
             return float(first.sum().item())
 
-        found = [launches.start_around([first], between, [last], last + 1)]
+        found = [launches.start_around([first], between, [last, last + 1], [last - 1] * 3)]
         may_go_on.set()
         launches.join()
         found.append(last.sum().item())
@@ -223,7 +223,7 @@ def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.Mo
         return found
 
     assert beside_others(run) == [6, 12]
-    assert by == [("batchkv-launch", 1), ("batchkv-launch", "between"), ("batchkv-launch", 2)]
+    assert by == [("batchkv-launch", one) for one in (1, "between", 2, 3)]
 
 
 @pytest.mark.parametrize("at", ["first", "between", "rest"])
@@ -234,10 +234,10 @@ def test_a_fault_around_reaches_the_one_who_waits(at: str, monkeypatch: pytest.M
     class Arrays(list[mx.array]):
         """Can be referred to weakly."""
 
-    def failing(*arrays: Any) -> None:
-        if at == ("rest" if len(arrays) == 2 else "first"):
+    def failing(arrays: list[mx.array]) -> None:
+        if at == ("rest" if isinstance(arrays, Arrays) else "first"):
             raise RuntimeError(str(ASKED))
-        real(*arrays)
+        real(arrays)
 
     def between() -> int:
         if at == "between":
@@ -250,13 +250,13 @@ def test_a_fault_around_reaches_the_one_who_waits(at: str, monkeypatch: pytest.M
         given = Arrays([mx.ones((3,)) + 1])
         seen = weakref.ref(given)
         with pytest.raises(RuntimeError, match="Unable to allocate"):
-            assert launches.start_around(given[:], between, given, given[0]) == 7
+            assert launches.start_around(given[:], between, given) == 7
             launches.join()
         launches.join()
         del given
         is_gone = seen() is None
         monkeypatch.setattr(mx, "async_eval", real)
-        assert launches.start_around([mx.ones((1,))], lambda: 8, mx.zeros((1,))) == 8
+        assert launches.start_around([mx.ones((1,))], lambda: 8, [mx.zeros((1,))]) == 8
         launches.close()
         return is_gone
 
@@ -329,7 +329,9 @@ class Held:
         self.num_early += 1
         self._real(first)
         found = between()
-        self.start(*rest)
+        *soon, last = rest
+        self._real(*soon)
+        self.start(last, [])
         return found
 
     def join(self) -> None:
@@ -462,10 +464,11 @@ def test_the_first_layers_wait_for_those_of_the_last_step(
     def start_around(self: Held, first: list[mx.array], *rest: Any) -> Any:
         step, upcoming = running._in_flight, running._upcoming
         assert step is not None and step.mark is not None and waited[-1] is step.mark
-        assert isinstance(upcoming, Step) and first[-1] is upcoming.mark
+        assert isinstance(upcoming, Step) and len(rest) == 3
+        assert len(rest[1]) == 1 and rest[1][0] is upcoming.mark, "launched before the others"
         buffers = running._slots.first_arrays
-        assert all(one is other for one, other in zip(first[:-1], buffers, strict=True))
-        assert step.mark.size == 1 and step.mark.dtype != buffers[-1].dtype
+        assert all(one is other for one, other in zip(first, buffers, strict=True))
+        assert step.mark.size == 1
         return around(self, first, *rest)
 
     running = engine(is_beside=True)
@@ -473,6 +476,21 @@ def test_the_first_layers_wait_for_those_of_the_last_step(
     monkeypatch.setattr(Held, "start_around", start_around)
     drained(running)
     assert held[0].num_early > 40
+
+
+def test_the_mark_is_of_the_layer_after_the_first() -> None:
+    """Which it computes when the attention of the first ones has ended. It is no view."""
+    running = engine(is_beside=False)
+    running.submit_row(rows()[0])
+    for _ in range(4):
+        running.step()
+    slots, mark = running._slots, running._slots.mark()
+    few = len(slots.first_arrays) // len(slots.layers[0].arrays)
+    numbers = [float(layer.arrays[0].reshape(-1)[0].item()) for layer in slots.layers]
+    assert 0 < few < len(numbers) == len(set(numbers))
+    assert mark is not None and mark.item() == mx.array(numbers[few]).item()
+    assert mark.dtype != slots.layers[few].arrays[0].dtype
+    running.close()
 
 
 def test_nothing_is_computed_while_layers_of_a_chunk_are_launched(

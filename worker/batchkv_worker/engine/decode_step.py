@@ -96,12 +96,13 @@ def start(
     """Wait for the last step, and start the next one. Returns what the last one gave.
 
     Nothing may be launched meanwhile. Where steps have a mark, the first layers of the next step
-    start before the last step has ended, and after it has computed its own.
+    start before the last step has ended, and after it has computed the same layers.
     """
     if isinstance(upcoming, Step) and landed is not None and landed.mark is not None:
         mx.eval(landed.mark)
-        first = [*slots.first_arrays, *([] if upcoming.mark is None else [upcoming.mark])]
-        return launches.start_around(first, landed.fetch, upcoming.arrays, slots.arrays)
+        mark = [] if upcoming.mark is None else [upcoming.mark]
+        rest = [*upcoming.arrays, *slots.arrays]
+        return launches.start_around(slots.first_arrays, landed.fetch, mark, rest)
     read = landed.fetch() if landed is not None else None
     if upcoming is not None:
         launches.start(upcoming.arrays, slots.arrays)

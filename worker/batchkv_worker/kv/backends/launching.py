@@ -44,11 +44,12 @@ class Launches(Protocol):
         """Start to compute arrays. Those before must have been joined."""
 
     def start_around(
-        self, first: list[mx.array], between: Callable[[], Found], *rest: Any
+        self, first: list[mx.array], between: Callable[[], Found], *rest: list[mx.array]
     ) -> Found:
-        """Start ``first``, do ``between``, and start the rest. Those before must have been joined.
+        """Start ``first``, do ``between``, and start each of the rest.
 
-        Returns what ``between`` returned, perhaps while the rest is started. It may compute.
+        What was started before must have been joined. Returns what ``between`` returned, perhaps
+        while the rest is started. It may compute.
         """
 
     def join(self) -> None:
@@ -69,11 +70,12 @@ class AtOnce:
         mx.async_eval(*arrays)
 
     def start_around(
-        self, first: list[mx.array], between: Callable[[], Found], *rest: Any
+        self, first: list[mx.array], between: Callable[[], Found], *rest: list[mx.array]
     ) -> Found:
         self.start(first)
         found = between()
-        self.start(*rest)
+        for arrays in rest:
+            self.start(arrays)
         return found
 
     def join(self) -> None:
@@ -102,14 +104,15 @@ class _Around:
 
     first: list[mx.array]
     between: Callable[[], Any]
-    rest: tuple[Any, ...]
+    rest: tuple[list[mx.array], ...]
     found: SimpleQueue[list[Any]]
 
     def do(self) -> None:
         mx.async_eval(self.first)
         self.first = []
         self.found.put([self.between()])
-        mx.async_eval(*self.rest)
+        for arrays in self.rest:
+            mx.async_eval(arrays)
 
 
 class Beside:
@@ -149,7 +152,7 @@ class Beside:
         self._is_begun.acquire()
 
     def start_around(
-        self, first: list[mx.array], between: Callable[[], Found], *rest: Any
+        self, first: list[mx.array], between: Callable[[], Found], *rest: list[mx.array]
     ) -> Found:
         assert not self._is_busy, "the step before was not joined"
         self._is_busy = True

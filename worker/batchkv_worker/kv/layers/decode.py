@@ -71,19 +71,23 @@ class DecodeSlots:
 
         They are so few that most of a step is still built while the step before it is launched.
         """
-        few = max(1, len(self.layers) // FIRST_SHARE) if len(self.layers) > 1 else 0
-        return [array for layer in self.layers[:few] for array in layer.arrays]
+        return [array for layer in self.layers[: self._num_first] for array in layer.arrays]
+
+    @property
+    def _num_first(self) -> int:
+        return max(1, len(self.layers) // FIRST_SHARE) if len(self.layers) > 1 else 0
 
     def mark(self) -> mx.array | None:
-        """An array ``[1, ...]`` that is computed after the first arrays; None if there are none.
+        """An array ``[1, ...]`` that is computed after the first layers; None if there are none.
 
-        It is one of their numbers, and keeps none of them alive. MLX copies a buffer instead of
-        writing in place while the device still computes with it.
+        MLX copies a buffer instead of writing in place while the device still computes with it. So
+        the mark is a number that the layer after them writes, when their attention has ended. It
+        keeps no buffer alive.
         """
-        arrays = self.first_arrays
-        if not arrays:
+        after = [array for layer in self.layers[self._num_first :] for array in layer.arrays]
+        if not self.first_arrays or not after:
             return None
-        number = arrays[-1][(slice(0, 1),) * arrays[-1].ndim]
+        number = after[0][(slice(0, 1),) * after[0].ndim]
         return number.astype(mx.int32 if number.dtype == mx.float32 else mx.float32)
 
     @property
