@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
-from batchkv_worker.bench.workloads import VOCABULARY, WORKLOADS, Workload
+from batchkv_worker.bench import workloads
+from batchkv_worker.bench.workloads import VOCABULARY, Workload
 
 __all__ = ["MODELS", "VOCABULARY", "WORKLOADS", "Workload", "build_model"]
+
+PER_GROUP = 40
+
+
+def groups(rows: int, rng: random.Random, vocabulary: int = VOCABULARY) -> Workload:
+    """40 rows behind each of several prefixes of 450 to 750 tokens, 20 to 50 of each row's own.
+
+    16 generated. Few-shot prompts are so: what is common ends anywhere.
+    """
+    prompts: list[list[int]] = []
+    for begun in range(0, rows, PER_GROUP):
+        prefix = [rng.randrange(vocabulary) for _ in range(rng.randint(450, 750))]
+        for _ in range(min(PER_GROUP, rows - begun)):
+            own = [rng.randrange(vocabulary) for _ in range(rng.randint(20, 50))]
+            prompts.append(prefix + own)
+    return Workload("groups", prompts, [16] * rows)
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {**workloads.WORKLOADS, "groups": groups}
 
 # Shapes by name, so that a table row can be run again anywhere; weights are random, seed 0.
 MODELS: dict[str, dict[str, Any]] = {

@@ -412,7 +412,7 @@ def test_memory_is_flat_over_many_rows() -> None:
 
 @pytest.mark.parametrize("scheme", ["float", "affine8"])
 def test_shared_prefixes_are_computed_once_and_change_no_token(scheme: str) -> None:
-    """Rows with one prefix compute it once, to a multiple of 64 tokens, with the same tokens."""
+    """Rows with one prefix compute it once, to a multiple of 16 tokens, with the same tokens."""
     model = tiny_models.build("llama")
     rng = random.Random(12)
     prefix = [rng.randrange(512) for _ in range(600)]
@@ -427,7 +427,7 @@ def test_shared_prefixes_are_computed_once_and_change_no_token(scheme: str) -> N
     for job_id, event in expected.items():
         assert got[job_id].token_ids == event.token_ids
         assert event.usage.cached == 0
-    assert sorted(event.usage.cached for event in got.values()) == [0, *[576] * 7]
+    assert sorted(event.usage.cached for event in got.values()) == [0, *[592] * 7]
     again = Sequence("again", prefix[:513], Generation(3, temperature=0.0))  # nothing to prefill
     warm.submit_row(again)
     event = drain(warm)["again"]

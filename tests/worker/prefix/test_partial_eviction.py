@@ -63,7 +63,7 @@ def test_the_end_of_a_prompt_stays_while_rows_wait_for_it() -> None:
         block_bytes = engine.prefixes.block_bytes
     with running(model, None, prefix_bytes=2 * block_bytes, slots=1) as engine:
         others = [random_prompt(seed, 300) for seed in range(50, 56)]
-        assert cached(run(engine, [first, *others, *later])) == [*[0] * 7, 128, 128]
+        assert cached(run(engine, [first, *others, *later])) == [*[0] * 7, 144, 144]
         assert len(engine.prefixes.eviction) == 0
 
 
@@ -81,7 +81,7 @@ def test_blocks_of_rows_that_were_computed_again_serve() -> None:
         patch.setattr(DecodeSlots, "end_step", failing)
         run(engine, [first], 100)
         assert len(engine.prefixes) == 1
-        assert cached(run(engine, [second])) == [128]
+        assert cached(run(engine, [second])) == [176]
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, 5])

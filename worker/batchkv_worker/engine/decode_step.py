@@ -29,17 +29,20 @@ class Step:
     rows: list[Sequence | None]
     sampled: Sampled
     mark: mx.array | None = None  # computed after its first layers: then the next may start theirs
-    # The tokens as the next step's inputs ``[rows]``. MLX moves what the host reads, wherever the
-    # device still needs it. So the next step, which may have begun, must not read ``sampled``.
-    inputs: mx.array = field(init=False)
+    # With a mark, the tokens as the next step's inputs ``[rows]``. MLX moves what the host reads,
+    # wherever the device still needs it. So the next step, which may have begun, must not read
+    # ``sampled``.
+    inputs: mx.array | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.inputs = self.sampled.tokens.astype(mx.int32)
+        if self.mark is not None:
+            self.inputs = self.sampled.tokens.astype(mx.int32)
 
     @property
     def arrays(self) -> list[mx.array]:
         """What is computed for it, apart from the slots."""
-        return [*self.sampled.arrays, self.inputs, *([] if self.mark is None else [self.mark])]
+        early = [one for one in (self.inputs, self.mark) if one is not None]
+        return [*self.sampled.arrays, *early]
 
     def fetch(self) -> outputs.ReadBack:
         """Wait for it, and copy its results to the host."""
@@ -134,6 +137,8 @@ def inputs(rows: list[Sequence | None], in_flight: Step | None) -> mx.array:
     if in_flight is None or all(place < 0 for place in places):
         return mx.array(known)
     previous = in_flight.inputs
+    if previous is None:
+        previous = in_flight.sampled.tokens.astype(mx.int32)
     if places == list(range(previous.shape[0])):
         return previous
     gathered = mx.take(previous, mx.array([max(0, place) for place in places]))

@@ -9,7 +9,7 @@ up to there. Partial blocks never leave this worker, so their keys are in no nam
 A partial block is cut out of a block in memory that begins with it. A prompt's last tokens fill no
 block. They are stored as a partial block of their own if a row that waits begins with them.
 
-Finer keys would find a few tokens more, and bring as many more shapes to the device.
+Finer keys would find a few tokens more, and take the host's time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from batchkv_cache_store.keys import BLOCK_TOKENS, chain, next_key
 
-PARTIAL_TOKENS = 64
+PARTIAL_TOKENS = 16
 PER_BLOCK = BLOCK_TOKENS // PARTIAL_TOKENS
 MOST = PER_BLOCK - 1  # partial keys within a block; the one at its end is never needed
 
@@ -37,7 +37,7 @@ def within(keys: Sequence[bytes], block: int) -> Sequence[bytes]:
 class PartialBlocks:
     """Which blocks in memory begin with a partial block. The caller holds the blocks.
 
-    All of them are known, because any may go first: whoever knows 192 tokens also knows 64.
+    All of them are known, because any may go first: whoever knows 240 tokens also knows 16.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class PartialBlocks:
         return next(iter(self._sources.get(key, ())), None)
 
     def longest(self, keys: Sequence[bytes]) -> int:
-        """How many tokens of a block are known, by its partial keys; a multiple of 64."""
+        """How many tokens of a block are known, by its partial keys; a multiple of 16."""
         for count in range(len(keys), 0, -1):
             if keys[count - 1] in self._sources:
                 return count * PARTIAL_TOKENS

@@ -79,7 +79,7 @@ def test_random_rows_start_together() -> None:
     rng = random.Random(5)
     for _ in range(300):
         count = rng.randrange(1, 30)
-        rows = found(*(512 + 64 * rng.randrange(4) for _ in range(count)), length=800)
+        rows = found(*(512 + 16 * rng.randrange(16) for _ in range(count)), length=800)
         before = {row.job_id: row.num_cached for row in rows}
         group = start_together(rows, rng.randrange(0, 20), rng.choice([128, 320, 2048]))
         assert group[0] is rows[0]
@@ -107,7 +107,7 @@ def test_rows_wait_for_the_first_of_them_if_that_is_worth_a_pass() -> None:
     The first of five computes them in any case, and the other four have as many as a pass.
     """
     for count, room, waits in ((16, 16, True), (6, 6, True), (5, 16, False), (16, 4, False)):
-        rows, uses = waiting(count, 150)
+        rows, uses = waiting(count, 140)
         leaders = Leaders(room, CHUNK, uses.remaining)
         assert not leaders.precede(rows[0])
         leaders.add(rows[0])
@@ -126,7 +126,7 @@ def test_only_what_most_of_the_rows_have_in_common_counts() -> None:
     """Nine rows have 64 tokens in common, which is not worth a pass; two of them have 192."""
     (first, second), uses = waiting(2, 200)
     for row in waiting(7, 64)[0]:
-        uses.add(row.partial_keys[:1])
+        uses.add(row.partial_keys[:4])
     leaders = Leaders(16, CHUNK, uses.remaining)
     leaders.add(first)
     assert uses.remaining(first.partial_keys[0]) == 9 and not leaders.precede(second)
@@ -160,7 +160,7 @@ def test_the_scheduler_computes_common_tokens_once() -> None:
     memory: set[bytes] = set()
 
     def num_cached(row: Sequence) -> int:
-        return 64 * sum(key in memory for key in row.partial_keys[:2])
+        return 16 * sum(key in memory for key in row.partial_keys[:8])
 
     plan = Scheduler(SlotLayouts(16), Budget(CHUNK, 10**9, Costs(1)), num_cached)
     for row in rows:

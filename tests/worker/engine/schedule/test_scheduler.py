@@ -413,6 +413,50 @@ def test_a_group_behind_several_prefixes_has_so_many_tokens_at_most() -> None:
         assert groups_of(plan)[0] == (first, first != "a0 a1"), joined
 
 
+def ended(name: str, keys: str, end: int, own: int = 60) -> Sequence:
+    """A row of a block a letter, ``end`` tokens of the next, and ``own`` that it computes."""
+    found = row(name, 256 * len(keys) + end + own)
+    found.block_keys = [keys[: number + 1].encode() for number in range(len(keys))]
+    ends = range(16, 256 * len(keys) + end + 1, 16)
+    found.partial_keys = [f"{keys} up to {number}".encode() for number in ends]
+    return found
+
+
+def test_prefixes_that_end_apart_are_behind_one_group_from_a_multiple_on() -> None:
+    """If more rows come so. Their last cached tokens are computed again, fewer than 64."""
+    for ends, rows, starts in (
+        ({"a": 48, "b": 48, "c": 48}, ["a0 a1 b0 b1 c0 c1"], [560]),
+        ({"a": 48, "b": 80, "c": 96}, ["a0 a1 b0 b1 c0 c1"], [560]),
+        ({"a": 48, "b": 48, "c": 16}, ["a0 a1 b0 b1 c0 c1"], [512]),
+        ({"a": 48, "b": 80, "c": 16}, ["a0 a1 b0 b1", "c0 c1"], [560, 528]),
+        ({"a": 48, "b": 128, "c": 128}, ["a0 a1", "b0 b1 c0 c1"], [560, 640]),
+    ):
+        plan = replace_chunk(sharing(slots=16, joined=10**6, prefix_cost=100), 2048)
+        plan._num_cached = lambda row: 16 * len(row.partial_keys)
+        for name in ("a0", "b0", "c0", "a1", "b1", "c1"):
+            plan.add(ended(name, 2 * name[0], ends[name[0]]))
+        found, positions = [], []
+        while (group := plan.next_group()) is not None:
+            found.append(" ".join(sorted(one.job_id for one in group.rows)))
+            positions.append(group.position)
+            plan.abandon_group()
+        assert (found, positions) == (rows, starts), ends
+
+
+def test_rows_that_are_not_joined_after_all_compute_nothing_again() -> None:
+    """The memory has no room for copies of their prefixes. A prefix ends where they start."""
+    for memory, wanted in ((10**9, ("a0 a1 c0 c1", 512, True)), (2000, ("a0 a1", 560, False))):
+        plan = replace_chunk(sharing(slots=16, joined=10**6, prefix_cost=100, memory=memory), 2048)
+        plan._num_cached = lambda row: 16 * len(row.partial_keys)
+        for name, end in (("a0", 48), ("c0", 16), ("a1", 48), ("c1", 16)):
+            plan.add(ended(name, 2 * name[0], end))
+        group = plan.next_group()
+        assert group is not None
+        names = " ".join(sorted(one.job_id for one in group.rows))
+        assert (names, group.position, group.is_apart) == wanted
+        assert group.num_shared == (0 if group.is_apart else 560)
+
+
 def test_rows_that_need_a_pass_of_their_own_anyway_are_not_joined_with_others() -> None:
     """Four of 32 tokens are a quarter of a chunk. More tokens than the prefix has are too many."""
     for own, joins in ((31, True), (32, False)):

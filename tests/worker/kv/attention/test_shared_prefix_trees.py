@@ -53,6 +53,11 @@ def grown(family: str, scheme: str, most: int = 4, **changes: Any) -> Crowd:
     return crowd
 
 
+def in_blocks(shapes: set[Shape]) -> set[Shape]:
+    """With whole blocks for parts of them: what "exact" shares ends 16 tokens before a block."""
+    return {tuple(-(-part // BLOCK) * BLOCK for part in shape) for shape in shapes}
+
+
 def shapes_of(crowd: Crowd) -> set[Shape]:
     leaves = crowd.engine._slots.layouts.prefixes.values()
     return {tuple(held.num_own for held in leaf.chain) for leaf in leaves}
@@ -100,7 +105,7 @@ def test_rows_of_a_tree(family: str, scheme: str, path: Path, copies: bool) -> N
     """Tokens are those without shared prefixes, with chunks computed as on a CPU or as on a GPU."""
     crowd = grown(family, scheme, path=path, backend=GenericBackend() if copies else x86())
     expected = unshared_first(crowd, run)
-    assert run(crowd) >= ALL
+    assert in_blocks(run(crowd)) >= ALL
     check_same(crowd, expected, scheme)
     assert not crowd.engine._slots.layouts.all_prefixes
 
@@ -129,11 +134,11 @@ def test_what_is_shared_is_held_once() -> None:
         crowd.step()
         held = crowd.engine._slots.layouts.all_prefixes
         most = max(most, {key: one.num_own for key, one in held.items()}, key=len)
-    assert sorted(most.values()) == [BLOCK, BLOCK, BLOCK, 2 * BLOCK]
+    assert sorted(most.values()) == [BLOCK - 16, BLOCK, BLOCK, 2 * BLOCK]
     per_token = crowd.engine.plan.costs.per_token
     held = crowd.engine._slots.layouts.all_prefixes
     arrays = {id(array): array for one in held.values() for array in one.arrays}
-    assert sum(array.nbytes for array in arrays.values()) == 5 * BLOCK * per_token
+    assert sum(array.nbytes for array in arrays.values()) == (5 * BLOCK - 16) * per_token
 
 
 def test_a_prefix_lives_as_long_as_what_stands_on_it() -> None:

@@ -79,7 +79,7 @@ def test_damage_is_a_miss(spoil: object, reason: str) -> None:
     with running(model, access([tier])) as engine:
         warm = run(engine, PROMPTS)
         counters = engine.client.counters
-    assert tokens(warm) == cold and sorted(cached(warm)) == [0, 576, 576, 576]
+    assert tokens(warm) == cold and sorted(cached(warm)) == [0, 592, 592, 592]
     assert counters[f"rejected.{reason}"] >= 1
 
 

@@ -1,6 +1,6 @@
 """How many cached tokens the rows of one group start after, and which wait for each other's tokens.
 
-Prompts that part within a block have up to three partial blocks in common (``prefix``). Some rows
+Prompts that part within a block have partial blocks in common (``prefix``). Some rows
 of a group may have found more of them than others, but all start after the same number of tokens.
 No tensors.
 """
@@ -15,6 +15,7 @@ from batchkv_worker.engine.schedule.prefix_split import SplitPoints, key_at, num
 from batchkv_worker.prefix.partial_blocks import PARTIAL_TOKENS
 from batchkv_worker.sequence import Sequence
 
+COMMON_END = 64  # rows behind different prefixes start together after a multiple of so many tokens
 PASS_SHARE = 4  # of a chunk: a pass of fewer tokens costs about as much as one of so many
 
 
@@ -57,9 +58,14 @@ def start_together(rows: Rows[Sequence], room: int, chunk_tokens: int) -> list[S
         return num_rows * (cached % BLOCK_TOKENS) - pass_tokens * (num_rows < most), cached
 
     cached, found, _ = max(choices, key=saved)
-    for row in found:
+    return all_after(cached, found)
+
+
+def all_after(cached: int, rows: list[Sequence]) -> list[Sequence]:
+    """The rows, which start after so many cached tokens from now on."""
+    for row in rows:
         row.num_cached = cached
-    return found
+    return rows
 
 
 def behind_others(
@@ -69,33 +75,49 @@ def behind_others(
     chunk_tokens: int,
     room: int,
     joined: int,
-) -> list[Sequence]:
+) -> tuple[int, list[Sequence]]:
     """Rows behind other shared prefixes that are computed in one chunk with ``rows``; none: alone.
 
-    All have as many cached tokens, and each a shared prefix of them, as ``split_points`` says.
-    ``rows`` have one of these. They are not alone if a pass for them costs as much as one of more
-    tokens, and others have ``room`` beside them. At most ``joined`` tokens are in the chunk, cached
-    ones included.
+    Also how many cached tokens all of these start after. Each has a shared prefix of so many, as
+    ``split_points`` says, and ``rows`` have one of these prefixes. They are not alone if a pass for
+    them costs as much as one of more tokens, and others have ``room`` beside them. At most
+    ``joined`` tokens are in the chunk, cached ones included. If more rows can be computed so, they
+    compute their last cached tokens again, after a multiple of COMMON_END.
     """
-    shared, num_own = rows[0].num_cached, rows[0].num_prefill - rows[0].num_cached
+    first, num_own = rows[0].num_cached, rows[0].num_prefill - rows[0].num_cached
     if not joined or len(rows) >= room or not 0 < len(rows) * num_own < chunk_tokens // PASS_SHARE:
-        return []
+        return first, []
+    start, most = first, list[Sequence]()
+    for shared in dict.fromkeys((first, first - first % COMMON_END)):
+        found = _behind(shared, alike, split_points, room)
+        if found and found[0] is rows[0]:
+            found = found[: joined // max(row.num_prefill for row in found)]
+            if len(found) > max(len(most), len(rows)):
+                start, most = shared, found
+    return start, most
+
+
+def _behind(
+    shared: int,
+    alike: Rows[Sequence],
+    split_points: Callable[[Sequence, int], SplitPoints],
+    room: int,
+) -> list[Sequence]:
+    """Up to ``room`` rows of which each has a shared prefix of ``shared`` tokens."""
     ends: dict[bytes | None, int] = {}
     found: list[Sequence] = []
     for row in alike:
         if len(found) == room:  # the points of more prefixes take the host's time for nothing
             break
         # Before more tokens of its own, a prefix is not read in place.
-        if row.num_cached == shared and 0 < row.num_prefill - shared <= shared:
+        is_near = shared <= row.num_cached < shared + COMMON_END
+        if is_near and 0 < row.num_prefill - shared <= shared:
             key = key_at(row, shared)
             if key not in ends:
                 ends[key] = num_shared(split_points(row, shared))
             if ends[key] == shared:
                 found.append(row)
-    if not found or found[0] is not rows[0]:
-        return []
-    found = found[: joined // max(row.num_prefill for row in found)]
-    return found if len(found) > len(rows) else []
+    return found
 
 
 def _starting_after(cached: int, rows: Rows[Sequence], most: int) -> list[Sequence]:

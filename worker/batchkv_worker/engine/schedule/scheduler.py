@@ -325,9 +325,9 @@ class Scheduler:
         window = common_tokens.with_the_first(window, shared, is_ragged=self._ragged)
         same = [row for row in window if key_at(row, shared) == last]
         limits = self.chunk_tokens, self.layouts.num_free, self._prefix_costs.joined
-        others = common_tokens.behind_others(same, window, self.split_points, *limits)
+        start, others = common_tokens.behind_others(same, window, self.split_points, *limits)
         if others and self._fits_memory(others, ()):
-            return most_alike(others, left), (), True
+            return most_alike(common_tokens.all_after(start, others), left), (), True
         return most_alike(same, left), points, False
 
     def split_points(

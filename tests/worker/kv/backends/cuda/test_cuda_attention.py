@@ -51,25 +51,34 @@ def test_rows_of_zeros_change_nothing(
 
 @pytest.mark.parametrize(
     ("tokens", "history", "wanted"),
-    [(100, 0, 128), (100, 1, 128), (40, 0, 128), (40, 1, 64), (128, 0, 128), (64, 1, 64)],
+    [
+        *((100, 0, 128), (100, 1, 128), (40, 0, 128), (40, 1, 64), (128, 0, 128)),
+        *((64, 1, 128), (64, 64, 64), (40, 16, 64), (50, 80, 128), (16, 112, 64)),
+    ],
 )
 @pytest.mark.parametrize("rows", [3, 4])
 def test_tokens_of_zeros_change_nothing(
     rows: int, tokens: int, history: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to one of few lengths; with history up to a multiple, under a causal mask alone."""
+    """Up to one of few lengths; with history up to a multiple of columns and of queries.
+
+    Under a causal mask alone.
+    """
     seen: list[tuple[int, int]] = []
+    columns: list[int] = []
     real = mx.fast.scaled_dot_product_attention
 
-    def watched(queries: mx.array, *rest: Any, **named: Any) -> mx.array:
+    def watched(queries: mx.array, keys: mx.array, *rest: Any, **named: Any) -> mx.array:
         seen.append((queries.shape[0], queries.shape[2]))
-        return real(queries, *rest, **named)
+        columns.append(keys.shape[2])
+        return real(queries, keys, *rest, **named)
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(backend, "FEW_TOKENS", 40)
     found, plain = attention_of(rows, tokens, "causal", history)
     assert mx.allclose(found, plain, atol=1e-6) and found.shape == plain.shape
     assert seen == [(4, wanted), (rows, tokens)]
+    assert columns[0] % 64 == 0 and columns[0] - wanted == history - history % 64
     found, plain = attention_of(rows, tokens, None, history)  # all keys are seen
     assert mx.allclose(found, plain, atol=1e-6) and seen[2] == (4, tokens)
 

@@ -24,7 +24,7 @@ FEW_TOKENS = 1024  # rows times columns to which few rows are padded: they cost 
 MOST_ROWS = 8  # to which few rows are padded
 LENGTHS = (128, 256, 384, 512, 768, 1024)  # to which short prompts are padded; then multiples of
 LENGTHS_MULTIPLE = 512
-OWN_MULTIPLE = 64  # of tokens to which chunks with history are padded
+HISTORY_MULTIPLE = 64  # of columns to which chunks with history are padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,25 +56,37 @@ class CudaBackend(GpuBackend):
         MLX plans attention for each shape anew, which takes 65 ms on an H200. So small chunks of
         prompts get rows of zeros up to a power of two, and short ones up to ``MOST_ROWS``. Rows get
         tokens of zeros behind their own, too, which none of their own attends to: up to one of few
-        lengths, or, with history, up to a multiple. The rest of the model computes none of them.
+        lengths, or, with history, up to a multiple of columns. Then queries of zeros come before
+        their own, as many as the history has columns after a multiple. The rest of the model
+        computes none of them.
         """
         rows, length, columns = queries.shape[0], queries.shape[2], keys.shape[2]
+        before = 0
         if not isinstance(mask, mx.array):
             numbers = keys[0].size // columns
             padded, more = self.padded_chunk(rows, length, columns, numbers)
             more = more if mask == "causal" else 0
+            if mask == "causal" and (columns + more) % HISTORY_MULTIPLE == 0:
+                before = (columns - length) % HISTORY_MULTIPLE
             if padded > rows or more:
                 width = [(0, padded - rows), (0, 0), (0, more), (0, 0)]
-                queries, keys, values = (mx.pad(one, width) for one in (queries, keys, values))
+                keys, values = (mx.pad(one, width) for one in (keys, values))
+            if padded > rows or more or before:
+                width = [(0, padded - rows), (0, 0), (before, more), (0, 0)]
+                queries = mx.pad(queries, width)
         out = super().attention(queries, keys, values, scale, mask, sinks)
-        return out if (out.shape[0], out.shape[2]) == (rows, length) else out[:rows, :, :length]
+        if (out.shape[0], out.shape[2]) == (rows, length):
+            return out
+        return out[:rows, :, before : before + length]
 
     def padded_chunk(self, rows: int, length: int, columns: int, numbers: int) -> tuple[int, int]:
         few = min(MOST_ROWS, FEW_TOKENS // max(length, columns))
         padded = 1 << (max(rows, few) - 1).bit_length()
-        to = rounded_length(length) if length == columns else round_up(length, OWN_MULTIPLE)
-        is_small = length > 1 and padded * numbers * (columns + to - length) <= MOST_PADDED
-        return (padded, to - length) if is_small else (rows, 0)
+        is_first = length == columns
+        to = rounded_length(length) if is_first else round_up(columns, HISTORY_MULTIPLE)
+        more = to - columns
+        is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
+        return (padded, more) if is_small else (rows, 0)
 
     def unpack_weights(self, model: Any, dtype: mx.Dtype, *, has_room: bool = False) -> int:
         most_bytes = None if has_room else device.free_bytes() // 2
