@@ -60,16 +60,19 @@ def next_key(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     ``extra``: anything else that the block depends on (for example an image's digest). Raises
     ValueError for token ids that do not fit into a u32.
     """
+    return _key(parent, _packed(tokens), struct.pack("<I", len(extra)) + extra)
+
+
+def _key(parent: bytes, packed: bytes, extra: bytes) -> bytes:
+    return hashlib.sha256(parent + packed + extra).digest()
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """Tokens as little-endian u32."""
     try:
-        packed = array("I", tokens)
+        words = array("I", tokens)
     except (OverflowError, TypeError) as fault:
         raise ValueError(f"token ids must be whole numbers in [0, 2**32): {fault}") from fault
-    return hashlib.sha256(
-        parent + _little_endian(packed) + struct.pack("<I", len(extra)) + extra
-    ).digest()
-
-
-def _little_endian(words: array[int]) -> bytes:
     if struct.pack("=I", 1) != struct.pack("<I", 1):
         words.byteswap()
     return words.tobytes()
@@ -78,8 +81,10 @@ def _little_endian(words: array[int]) -> bytes:
 def chain(root: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
     """Keys of all full blocks of ``tokens``, first to last; a partial last block has no key."""
     keys: list[bytes] = []
-    parent = root
-    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = next_key(parent, tokens[start : start + block_tokens])
+    parent, nothing = root, struct.pack("<I", 0)
+    num_bytes = 4 * block_tokens
+    packed = _packed(tokens[: len(tokens) // block_tokens * block_tokens])
+    for start in range(0, len(packed), num_bytes):
+        parent = _key(parent, packed[start : start + num_bytes], nothing)
         keys.append(parent)
     return keys
