@@ -82,13 +82,12 @@ def build_step(
     tokens = inputs(rows, in_flight)
     logits = slots.forward(model, tokens.reshape(-1, 1))[:, -1]
     is_guided = any(row is not None and row.guide is not None for row in rows)
-    step: Step | OpenStep = (
-        OpenStep(rows, tokens, logits)
-        if is_guided
-        else Step(
-            *(rows, sample(logits, tokens, rows, few=few)), slots.mark() if starts_early else None
-        )
-    )
+    step: Step | OpenStep
+    if is_guided:
+        step = OpenStep(rows, tokens, logits)
+    else:
+        mark = slots.mark() if starts_early else None
+        step = Step(rows, sample(logits, tokens, rows, few=few), mark)
     slots.end_step()
     return step
 

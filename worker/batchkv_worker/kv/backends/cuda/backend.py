@@ -24,7 +24,7 @@ FEW_TOKENS = 1024  # rows times columns to which few rows are padded: they cost 
 MOST_ROWS = 8  # to which few rows are padded
 LENGTHS = (128, 256, 384, 512, 768, 1024)  # to which short prompts are padded; then multiples of
 LENGTHS_MULTIPLE = 512
-HISTORY_MULTIPLE = 64  # of columns to which chunks with history are padded
+KEYS_MULTIPLE = 64  # of keys to which chunks with history are padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ class CudaBackend(GpuBackend):
             numbers = keys[0].size // columns
             padded, more = self.padded_chunk(rows, length, columns, numbers)
             more = more if mask == "causal" else 0
-            if mask == "causal" and (columns + more) % HISTORY_MULTIPLE == 0:
-                before = (columns - length) % HISTORY_MULTIPLE
+            if mask == "causal" and (columns + more) % KEYS_MULTIPLE == 0:
+                before = (columns - length) % KEYS_MULTIPLE
             if padded > rows or more:
                 width = [(0, padded - rows), (0, 0), (0, more), (0, 0)]
                 keys, values = (mx.pad(one, width) for one in (keys, values))
@@ -83,7 +83,7 @@ class CudaBackend(GpuBackend):
         few = min(MOST_ROWS, FEW_TOKENS // max(length, columns))
         padded = 1 << (max(rows, few) - 1).bit_length()
         is_first = length == columns
-        to = rounded_length(length) if is_first else round_up(columns, HISTORY_MULTIPLE)
+        to = rounded_length(length) if is_first else round_up(columns, KEYS_MULTIPLE)
         more = to - columns
         is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
         return (padded, more) if is_small else (rows, 0)
