@@ -193,12 +193,15 @@ def test_a_fault_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first arrays, before the rest, which need not be launched when it is told."""
+    """After the first arrays, before the rest. Only the last of these may be launched later.
+
+    Whoever is told takes Python, which a thread needs between two launches.
+    """
     by: list[tuple[str, Any]] = []
     real, may_go_on = mx.async_eval, threading.Event()
 
     def noting(arrays: list[mx.array]) -> None:
-        if len(arrays) > 1:
+        if len(arrays) == 3:
             assert may_go_on.wait(SECONDS)
         by.append((threading.current_thread().name, len(arrays)))
         real(arrays)
@@ -216,6 +219,7 @@ def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.Mo
             return float(first.sum().item())
 
         found = [launches.start_around([first], between, [last, last + 1], [last - 1] * 3)]
+        assert by[-1][1] == 2
         may_go_on.set()
         launches.join()
         found.append(last.sum().item())
