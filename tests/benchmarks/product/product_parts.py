@@ -110,7 +110,7 @@ class Words:
         return "".join(f" {word}" for word in self.rng.choices(self._words, k=count))
 
 
-def _line(custom_id: str, prompt: str, max_tokens: int) -> Line:
+def line(custom_id: str, prompt: str, max_tokens: int) -> Line:
     """A row whose prompt is taken as it is, whatever template the model has."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
@@ -123,7 +123,7 @@ def shared(seed: int, per_group: int, groups: int = GROUPS) -> list[Line]:
     for group in range(groups):
         examples = words.draw(EXAMPLES * EXAMPLE_TOKENS)
         lines += [
-            _line(f"g{group}-{row}", examples + words.draw(own), ANSWER_TOKENS)
+            line(f"g{group}-{row}", examples + words.draw(own), ANSWER_TOKENS)
             for row in range(per_group)
         ]
     return lines
@@ -137,7 +137,7 @@ def lognormal(seed: int, rows: int) -> list[Line]:
         return max(low, min(high, round(median * words.rng.lognormvariate(0, sigma))))
 
     return [
-        _line(f"l{row}", words.draw(length(128, 1.0, 8, 1024)), length(48, 0.8, 4, 256))
+        line(f"l{row}", words.draw(length(128, 1.0, 8, 1024)), length(48, 0.8, 4, 256))
         for row in range(rows)
     ]
 

@@ -2,6 +2,7 @@
 """Decode attention of one layer, chained: MLX's ways, and the kernels over records.
 
     python tests/worker/kv/kernels/bench_gpu.py [--quick] [--build] [--rows N] [--layers N]
+    MLX_ENABLE_TF32=0 python tests/worker/kv/kernels/bench_gpu.py --check 40
 
 The shape is that of Qwen3-4B: 8 KV heads of 128 numbers, 4 query heads each, bfloat16. Each layer
 has keys and values of its own, and its output is the next layer's query. All rows have the same
@@ -11,6 +12,10 @@ launches as decode has. Each chain is compiled, as steps are that the engine rep
 builds it anew each time. Several chains are started one after the other, so that the host works
 while the device does. Figures are medians of runs in turns, in microseconds a layer, with the rate
 at which packed bytes are read, and the share of ``float``'s time.
+
+``--check N`` measures nothing: attention of a covering set of layers and of N random ones, with
+rows of many lengths, prefixes and sinks, is compared with that of float32, as in the suite.
+On CUDA it needs ``MLX_ENABLE_TF32=0``, or the other side rounds.
 
 It needs a GPU. ``--emulate`` runs the kernels as C++ on a CPU instead, to try the program itself.
 """
@@ -38,6 +43,7 @@ from batchkv_worker.kv.kernels.launch import Launch, metal_launch
 from batchkv_worker.kv.kernels.layout import RecordLayout
 from batchkv_worker.kv.schemes.packing import LayerShape, fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
+from worker.kv.kernels.cases import Sample, covering, drawn, has_matrices
 from worker.kv.kernels.cpp_launch import CppLaunch
 
 SHAPE = LayerShape(8, 128, 128)
@@ -151,6 +157,24 @@ def measure(
     return found
 
 
+def check(count: int, launch: Launch) -> int:
+    """Covering and random layers. Prints each that is wrong; how many there were of these."""
+    samples = [(Sample.of(case), case) for case in covering()]
+    tries = [(sample, False) for sample, _ in samples]
+    tries += [(sample, True) for sample, case in samples if has_matrices(case)]
+    for seed in range(count):
+        tries += drawn(seed)
+    faults = 0
+    for sample, matrices in tries:
+        try:
+            sample.check(launch, matrices=matrices)
+        except (AssertionError, ValueError, RuntimeError) as fault:
+            faults += 1
+            print(f"{'matrices' if matrices else 'kernel'} {sample.case}: {fault}", flush=True)
+    print(f"{len(tries)} compared, {faults} wrong", flush=True)
+    return faults
+
+
 def launch_of(kind: str) -> Launch:
     """As the engine has it."""
     return metal_launch if kind == "metal" else launch_for(None)
@@ -163,6 +187,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--build", action="store_true", help="build the chain anew each time")
     parser.add_argument("--emulate", action="store_true", help="on a CPU, to try the program")
+    parser.add_argument("--check", type=int, metavar="N", help="compare N random layers instead")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     kind = device.kind()
@@ -175,6 +200,8 @@ def main(arguments: list[str]) -> int:
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         launch = CppLaunch(Path(folder)) if given.emulate else launch_of(kind)
+        if given.check is not None:
+            return int(check(given.check, launch) > 0)
         for columns in lengths:
             floats = 0.0
             for name in SCHEMES:

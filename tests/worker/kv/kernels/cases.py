@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import mlx.core as mx
@@ -85,6 +85,21 @@ def covering(seed: int = 0) -> Iterator[Case]:
         row = best[1]
         pairs -= {(a, row[a], b, row[b]) for a, b in combinations(range(9), 2)}
         yield Case(*(axis[i] for axis, i in zip(axes, row, strict=True)), choose.randrange(2**31))  # type: ignore[arg-type]
+
+
+def drawn(seed: int) -> Iterator[tuple[Sample, bool]]:
+    """Random layers with up to 64 rows; and whether products of matrices are to be tried."""
+    choose = random.Random(seed)
+    names = [choose.choice(NAMES) for _ in range(2)]
+    sizes = [choose.choice(SIZES) for _ in range(2)]
+    lines, rows = choose.choice(LINES), choose.choice((1, 3, 8, 64))
+    rest = choose.choice(DTYPES), *sizes, lines, choose.randrange(4), choose.random() < 0.5
+    case = Case(*names, *rest, rows, seed)
+    sample = Sample.of(case, LENGTHS if rows < 64 else (0, 1, 33, 257))
+    yield sample, False
+    if has_matrices(case):
+        yield sample, True
+        yield Sample.of(replace(case, rows=min(rows, 3)), (1, 500, 1024, 1100)), True
 
 
 def exact(tensor: TensorScheme, parts: Parts) -> mx.array:

@@ -6,7 +6,6 @@ The suite tries a few cases and faults, ``make parity`` a covering set and rando
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +14,13 @@ import pytest
 
 from batchkv_worker.kv.kernels.decode import Partials
 from worker.kv.kernels.cases import (
-    DTYPES,
     LENGTHS,
-    LINES,
-    NAMES,
     SCALE,
-    SIZES,
     Case,
     Sample,
     compare,
     covering,
+    drawn,
     has_matrices,
 )
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
@@ -170,18 +166,8 @@ def test_scores_may_be_very_low(folder: Path) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_layers(seed: int, folder: Path) -> None:
     """Up to 64 rows."""
-    choose = random.Random(seed)
-    names = [choose.choice(NAMES) for _ in range(2)]
-    sizes = [choose.choice(SIZES) for _ in range(2)]
-    lines, rows = choose.choice(LINES), choose.choice((1, 3, 8, 64))
-    rest = choose.choice(DTYPES), *sizes, lines, choose.randrange(4), choose.random() < 0.5
-    case = Case(*names, *rest, rows, seed)
-    sample = Sample.of(case, LENGTHS if rows < 64 else (0, 1, 33, 257))
-    sample.check(CppLaunch(folder))
-    if has_matrices(case):
-        sample.check(CppLaunch(folder), matrices=True)
-        few = Sample.of(replace(case, rows=min(rows, 3)), (1, 500, 1024, 1100))
-        few.check(CppLaunch(folder), matrices=True)
+    for sample, matrices in drawn(seed):
+        sample.check(CppLaunch(folder), matrices=matrices)
 
 
 def test_free_rows_cost_nothing_and_give_zeros(folder: Path) -> None:

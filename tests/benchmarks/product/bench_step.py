@@ -1,0 +1,137 @@
+"""A whole decode step by KV scheme: rows of one length in the engine that a worker builds.
+
+    python tests/benchmarks/product/bench_step.py --shape 4b [--columns 4096] [--rows 32]
+    python tests/benchmarks/product/bench_step.py --sides float,float:late,affine8 --json FILE
+    python tests/benchmarks/product/bench_step.py --quick
+
+Each scheme has an engine, all in one process, for a host that waited is slow for a while. Its rows
+are prefilled once, and then decode without an end. A turn is a few steps of each side, and the
+order changes with each turn. A side ``SCHEME:late`` is the same engine, which starts no layer of a
+step before the step before it has ended; where no step starts earlier it is the same. Rows grow by
+a token with each step of their engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import product_parts as parts
+from product_arguments import parsed, parser_of
+from product_sides import works_of
+
+from batchkv_worker.engine.factory import build_engine
+from batchkv_worker.settings import WorkerSettings
+
+SIDES = ("float", "affine8", "affine4", "float:late", "affine8:late")
+WARM_UP = 40  # steps before the first turn
+SETTLE = 4  # before each
+
+
+def decoding(model: Path, scheme: str, args: argparse.Namespace) -> Any:
+    """An engine whose rows have all been prefilled and decode."""
+    given = {"BATCHKV_SLOTS": args.slots, "BATCHKV_KV_SCHEME": scheme}
+    engine = build_engine(WorkerSettings.from_env(given, model=str(model)))
+    # The steps of every turn of every side of this engine, and some more: no row may end.
+    tokens = args.steps_of_a_row + 8
+    words = parts.Words(1)
+    rows = [parts.line(str(row), words.draw(args.columns), tokens) for row in range(args.rows)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        parts.write(file, rows)
+        for work in works_of(file):
+            engine.add(work)
+    while len(engine._rows) < args.rows:
+        if done := engine.step():
+            raise SystemExit(f"a row ended before all were prefilled: {done[0]}")
+    for _ in range(WARM_UP):
+        engine.step()
+    return engine
+
+
+def once(engine: Any, steps: int, *, is_late: bool) -> float:
+    """Milliseconds a step."""
+    launches = engine._launches
+    kind = type(launches).starts_early
+    launches.starts_early = kind and not is_late
+    for _ in range(SETTLE):  # steps of the other kind are over
+        engine.step()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    spent = (time.perf_counter() - begun) / steps * 1e3
+    mx.synchronize()  # the device is free before another engine begins
+    return spent
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Milliseconds of each side, a turn each."""
+    os.environ["BATCHKV_HOME"] = str(folder / "home")
+    model = (args.models or folder) / f"bench-{args.shape}"
+    parts.make_model(model, args.shape)
+    engines: dict[str, Any] = {}
+    for side in args.sides:
+        scheme = side.partition(":")[0]
+        if scheme not in engines:
+            engines[scheme] = decoding(model, scheme, args)
+    found: dict[str, list[float]] = {side: [] for side in args.sides}
+    for turn in range(args.repeats):
+        for side in args.sides[:: -1 if turn % 2 else 1]:
+            scheme, _, kind = side.partition(":")
+            found[side].append(once(engines[scheme], args.steps, is_late=kind == "late"))
+        print("  " + "".join(f"{found[side][-1]:>9.2f}" for side in found), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return found
+
+
+def table(found: dict[str, list[float]]) -> list[str]:
+    """Medians, and each side against the first: the median ratio, and that of each turn."""
+    first, lines = next(iter(found)), []
+    for side, spent in found.items():
+        ratios = sorted(a / b for a, b in zip(spent, found[first], strict=True))
+        shown = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        lines.append(
+            f"{side:<14}{statistics.median(spent):>8.2f} ms ({min(spent):.2f} to {max(spent):.2f})"
+            f"{statistics.median(ratios):>7.2f}x of {first} ({shown})"
+        )
+    return lines
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--sides", default=",".join(SIDES), help="[%(default)s]")
+    parser.add_argument("--slots", default="auto", help="[auto]")
+    parser.add_argument("--rows", type=int, help="that decode [32]")
+    parser.add_argument("--columns", type=int, default=4096, help="tokens of a prompt [4096]")
+    parser.add_argument("--steps", type=int, default=40, help="of a turn [40]")
+    parser.add_argument("--json", type=Path, help="milliseconds, after each turn")
+    args = parsed(parser, rows=32, quick_rows=4)
+    if args.quick:
+        args.columns, args.steps = min(args.columns, 96), min(args.steps, 4)
+    args.sides = args.sides.split(",")
+    if wrong := [side for side in args.sides if side.partition(":")[2] not in ("", "late")]:
+        parser.error(f"no such side: {', '.join(wrong)}")
+    args.steps_of_a_row = WARM_UP + 2 * args.repeats * (SETTLE + args.steps)
+    if args.columns + args.steps_of_a_row >= parts.CONTEXT:
+        parser.error(f"rows would grow over the model's {parts.CONTEXT:,} tokens")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    with tempfile.TemporaryDirectory(prefix="bkv-bench-", dir="/tmp") as folder:
+        found = measure(args, Path(folder))
+    print("\n".join(["", *table(found)]), flush=True)
+    os._exit(0)  # threads of the engines and of MLX need no farewell
+
+
+if __name__ == "__main__":
+    main()
