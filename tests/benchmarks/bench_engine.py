@@ -5,7 +5,7 @@
 Prints, for each workload, the median wall time of both sides, their ratio (above 1 the engine is
 faster) and how many rows have equal greedy tokens; ``--baseline-best`` adds the baseline sorted by
 length with its best ``prefill_batch_size``. Each side has a process of its own, which waits while
-another runs.
+another runs. Each run is told on standard error when it has ended.
 """
 
 from __future__ import annotations
@@ -237,6 +237,8 @@ def compare(sides: Sides, name: str, args: argparse.Namespace) -> dict[str, Any]
     for turn in range(args.repeats + args.warm_up):
         for side, spent in times.items():
             last[side] = sides.run(side, name)
+            note = "" if turn >= args.warm_up else " (not counted)"
+            print(f"  {name} {side}{last[side][0]:>9.2f} s{note}", file=sys.stderr, flush=True)
             if turn >= args.warm_up:
                 spent.append(last[side][0])
     medians = {side: statistics.median(spent) for side, spent in times.items()}
