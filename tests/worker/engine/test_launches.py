@@ -198,9 +198,11 @@ def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.Mo
     Whoever is told takes Python, which a thread needs between two launches.
     """
     by: list[tuple[str, Any]] = []
-    real, may_go_on = mx.async_eval, threading.Event()
+    real, told, may_go_on = mx.async_eval, threading.Event(), threading.Event()
 
     def noting(arrays: list[mx.array]) -> None:
+        if len(arrays) == 2:
+            assert not told.wait(0.2), "it is told before the launch that is not the last"
         if len(arrays) == 3:
             assert may_go_on.wait(SECONDS)
         by.append((threading.current_thread().name, len(arrays)))
@@ -219,6 +221,7 @@ def test_what_is_done_between_is_done_by_the_other_thread(monkeypatch: pytest.Mo
             return float(first.sum().item())
 
         found = [launches.start_around([first], between, [last, last + 1], [last - 1] * 3)]
+        told.set()
         assert by[-1][1] == 2
         may_go_on.set()
         launches.join()
