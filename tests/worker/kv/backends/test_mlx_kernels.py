@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,20 @@ def test_a_spoilt_file_is_compiled_anew(
 
 
 def test_code_of_a_killed_process_is_removed(tmp_path: Path) -> None:
-    """MLX writes a module's code, and then its names."""
+    """MLX writes a module's code, and then its names. Another worker may just be doing so."""
     folder = tmp_path / KERNELS / "mlx" / NAME
     folder.mkdir(parents=True, mode=0o700)
     (folder / "whole.ptx").write_text("code")
     (folder / "whole.txt").write_text("names")
     (folder / "half.ptx").write_text("co")
+    (folder / "now.ptx").write_text("code")
+    an_hour_ago = time.time() - 3600
+    for name in ("whole.ptx", "whole.txt", "half.ptx"):
+        os.utime(folder / name, (an_hour_ago, an_hour_ago))
     for one in (tmp_path, tmp_path / KERNELS, folder.parent):
         one.chmod(0o700)
     mlx_kernels.keep_in(tmp_path, "sm_90")
-    assert sorted(file.name for file in folder.iterdir()) == ["whole.ptx", "whole.txt"]
+    assert sorted(file.name for file in folder.iterdir()) == ["now.ptx", "whole.ptx", "whole.txt"]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("cuda", 1), ("metal", 0), ("cpu", 0)])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from batchkv_worker.kept_files import KERNELS, is_ours, remove
+from batchkv_worker.kept_files import KERNELS, dated, is_ours, remove
 
 log = logging.getLogger("batchkv.engine")
 
@@ -26,6 +26,7 @@ VARIABLE = "MLX_PTX_CACHE_DIR"
 FOLDER = "mlx"  # beside batchkv's own kernels
 MARK = ".done"  # of an empty file that says that MLX has compiled something
 _SOURCE, _CODE, _NAMES = ".cu", ".ptx", ".txt"  # of one module; MLX writes the names after the code
+_WRITING_SECONDS = 5.0  # so long, another worker may be about to write a module's names
 _ROWS, _NUMBERS = 4, 64  # of an array on the device: few numbers are in the host's memory
 
 
@@ -92,8 +93,10 @@ def _lines(dtype: mx.Dtype) -> mx.array:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove code without names: its process was killed while it wrote."""
-    remove([file for file in folder.rglob(f"*{_CODE}") if not file.with_suffix(_NAMES).is_file()])
+    """Remove code that has had no names for a while: its process was killed while it wrote."""
+    before = time.time() - _WRITING_SECONDS
+    code = [file for written, file in dated(folder.rglob(f"*{_CODE}")) if written < before]
+    remove(file for file in code if not file.with_suffix(_NAMES).is_file())
 
 
 def _forget() -> None:
