@@ -20,20 +20,30 @@ CALLBACK_SECONDS = 0.1  # between two calls of a callback during an outage
 
 T = TypeVar("T")
 
-_callback: ContextVar[Callable[[], object]] = ContextVar("callback", default=lambda: None)
+Callback = Callable[[], object]
+
+
+def _nothing() -> None:
+    """What is called where nobody asked for a call."""
+
+
+_callbacks: ContextVar[tuple[Callback, Callback]] = ContextVar(
+    "callbacks", default=(_nothing, _nothing)
+)
 
 
 @contextmanager
-def called_during_outages(callback: Callable[[], object]) -> Iterator[None]:
+def called_during_outages(callback: Callback, after: Callback = _nothing) -> Iterator[None]:
     """Inside, ``read_with_retry`` calls ``callback`` about ten times a second while it waits.
 
-    If ``callback`` raises, the wait ends with its exception.
+    When it has read after all, it calls ``after``. If ``callback`` raises, the wait ends with its
+    exception.
     """
-    token = _callback.set(callback)
+    token = _callbacks.set((callback, after))
     try:
         yield
     finally:
-        _callback.reset(token)
+        _callbacks.reset(token)
 
 
 def read_with_retry(read: Callable[[], T]) -> T:
@@ -44,21 +54,27 @@ def read_with_retry(read: Callable[[], T]) -> T:
     """
     began = time.monotonic()
     pause = FIRST_PAUSE_SECONDS
+    has_waited = False
     while True:
         try:
-            return read()
+            found = read()
         except (AuthenticationError, AuthorizationError):
             raise
         except (ConnectionError, TimeoutError, AwayError) as fault:
             most = MAX_AWAY_SECONDS if isinstance(fault, AwayError) else MAX_OUTAGE_SECONDS
             if time.monotonic() + pause > began + most:
                 raise
+        else:
+            if has_waited:
+                _callbacks.get()[1]()
+            return found
         _pause(pause)
+        has_waited = True
         pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
 
 def _pause(seconds: float) -> None:
-    callback, end = _callback.get(), time.monotonic() + seconds
+    (callback, _), end = _callbacks.get(), time.monotonic() + seconds
     callback()
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, CALLBACK_SECONDS))

@@ -95,7 +95,8 @@ def results(
     if only_errors and not is_printed:
         raise UsageError("--errors is for standard output: FILE.errors.jsonl has these rows anyway")
     _check_format(form, as_json)
-    with either(url) as opened:
+    outage = OutageNote(say)
+    with either(url) as opened, called_during_outages(outage.away, outage.back):
         status = opened.client.status(batch_id)
         batch_id = status.batch_id
         order: Literal["finish", "input"] = "input" if ordered else "finish"

@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+from redis import Redis
+
 from batchkv_producer.cli.outage import OutageNote
-from support.redis_server import running_server
+from support.redis_server import RedisServer, running_server
 
 DEADLINE_SECONDS = 60
+POLLS = 30  # commands of a connection that is past its first looks
 BATCHKV = sys.executable, "-m", "batchkv_producer"
 
 
@@ -43,7 +46,13 @@ def test_a_short_outage_is_not_said() -> None:
 
 def test_commands_that_follow_say_that_their_server_is_away(tmp_path: Path) -> None:
     """A server that is away for a while is named, and each command goes on when it is back."""
-    source, logs = tmp_path / "p.jsonl", [tmp_path / "wait.log", tmp_path / "results.log"]
+    commands = [
+        ["wait"],
+        ["results", "--follow", "-o", "out.jsonl"],
+        ["results", "--follow"],
+        ["results", "--follow", "--format", "text", "-o", "out.txt"],
+    ]
+    source, logs = tmp_path / "p.jsonl", [tmp_path / f"{n}.log" for n in range(len(commands))]
     source.write_text('{"prompt": "a"}\n', "utf-8")
     with running_server("--appendonly", "yes", "--appendfsync", "always") as server:
         submitted = subprocess.run(
@@ -54,24 +63,33 @@ def test_commands_that_follow_say_that_their_server_is_away(tmp_path: Path) -> N
             timeout=DEADLINE_SECONDS,
         )
         rest = [submitted.stdout.strip(), "--url", server.url]
-        commands = [["wait"], ["results", "--follow", "-o", "out.jsonl"]]
         waiting = list[subprocess.Popen[bytes]]()
         try:
             for words, log in zip(commands, logs, strict=True):
                 with log.open("w") as stream:
                     command = [*BATCHKV, *words, *rest]
                     waiting.append(subprocess.Popen(command, stderr=stream, cwd=tmp_path))
-            wait_for(logs, "0/1")
+            wait_for(logs[:2], "0/1")  # the others show no progress
+            wait_for_polls(server, len(commands))
             server.stop()
             wait_for(logs, "the server has not answered since")
             server.start()
             wait_for(logs, "the server answers again")
-            assert [each.poll() for each in waiting] == [None, None]
+            assert not any(each.poll() is not None for each in waiting)
         finally:
             for each in waiting:
                 each.send_signal(signal.SIGINT)
             for each in waiting:
                 each.wait(DEADLINE_SECONDS)
+
+
+def wait_for_polls(server: RedisServer, count: int) -> None:
+    """Until so many connections have asked again and again."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    with Redis.from_url(server.url) as connection:
+        while sum(int(one["tot-cmds"]) > POLLS for one in connection.client_list()) < count:
+            assert time.monotonic() < end, connection.client_list()
+            time.sleep(0.1)
 
 
 def wait_for(logs: list[Path], words: str) -> None:
