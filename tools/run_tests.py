@@ -28,6 +28,7 @@ import pytest
 
 MOST = 3  # more failures are no accident
 TIMES = 3
+SLOWEST = "--durations=25"  # tests that are named at the end, for the suite must stay short
 
 
 class Failures:
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> int:
     """Run pytest, then what failed. Returns the exit code."""
     environ, failures = dict(os.environ), Failures()
     sys.path.insert(0, os.getcwd())  # as for ``python -m pytest``
-    code = int(pytest.main([*arguments], plugins=[failures]))  # which adds to its list
+    code = int(pytest.main([*arguments, SLOWEST], plugins=[failures]))  # which adds to its list
     is_whole = arguments == [] or (arguments[0], *arguments[2:]) == ("-n", "--dist", "loadfile")
     if code != pytest.ExitCode.TESTS_FAILED or failures.has_others or not is_whole:
         return code
