@@ -24,7 +24,6 @@ from typing import Any
 
 import mlx.core as mx
 import product_parts as parts
-from product_arguments import parsed, parser_of
 from product_sides import works_of
 
 from batchkv_worker.engine.factory import build_engine
@@ -107,16 +106,23 @@ def table(found: dict[str, list[float]]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
+    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
     parser.add_argument("--sides", default=",".join(SIDES), help="[%(default)s]")
     parser.add_argument("--slots", default="auto", help="[auto]")
-    parser.add_argument("--rows", type=int, help="that decode [32]")
+    parser.add_argument("--rows", type=int, default=32, help="that decode [32]")
     parser.add_argument("--columns", type=int, default=4096, help="tokens of a prompt [4096]")
     parser.add_argument("--steps", type=int, default=40, help="of a turn [40]")
+    parser.add_argument("--repeats", type=int, default=9, help="turns [9]")
+    parser.add_argument("--quick", action="store_true", help="4 short rows and few steps, once")
     parser.add_argument("--json", type=Path, help="milliseconds, after each turn")
-    args = parsed(parser, rows=32, quick_rows=4)
+    args = parser.parse_args()
+    if min(args.rows, args.columns, args.steps, args.repeats) < 1:
+        parser.error("--rows, --columns, --steps and --repeats are 1 or more")
     if args.quick:
-        args.columns, args.steps = min(args.columns, 96), min(args.steps, 4)
+        args.rows, args.columns = min(args.rows, 4), min(args.columns, 96)
+        args.steps, args.repeats = min(args.steps, 4), 1
     args.sides = args.sides.split(",")
     if wrong := [side for side in args.sides if side.partition(":")[2] not in ("", "late")]:
         parser.error(f"no such side: {', '.join(wrong)}")
