@@ -13,7 +13,7 @@ import click
 from batchkv_producer.batch_facts import batch_fields, listed_fields
 from batchkv_producer.cli.batch_options import on_done_option
 from batchkv_producer.cli.end_codes import exit_code
-from batchkv_producer.cli.outage import OutageNote
+from batchkv_producer.cli.outage import outages_told
 from batchkv_producer.cli.outcome import say_canceled, say_failures
 from batchkv_producer.cli.shared import (
     delays_of,
@@ -33,7 +33,7 @@ from batchkv_producer.client import BatchStatus
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local.follow import snapshot_of
 from batchkv_producer.progress import reporter
-from batchkv_producer.retry import called_during_outages, read_with_retry
+from batchkv_producer.retry import read_with_retry
 
 SHOWN_BATCHES = 50
 WATCH_SECONDS = 2.0
@@ -148,13 +148,12 @@ def wait(
     """
     with either(url) as opened:
         with reporter() as progress:
-            delays, outage = delays_of(opened, progress.note), OutageNote(progress.note)
+            delays = delays_of(opened, progress.note)
 
             def look(now: BatchStatus) -> None:
-                outage.back()
                 progress.update(snapshot_of(now, delays.look(now)))
 
-            with called_during_outages(outage.away):
+            with outages_told(progress.note):
                 last = opened.client.wait(batch_id, timeout_seconds=timeout, on_progress=look)
         failures = opened.client.failures(last)
         say_failures(failures, last.failed)

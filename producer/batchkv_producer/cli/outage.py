@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from batchkv_producer.retry import called_during_outages
 
 SAID_AFTER_SECONDS = 2.0  # a shorter outage, of a server that starts again, is not worth a line
 
@@ -11,7 +14,7 @@ SAID_AFTER_SECONDS = 2.0  # a shorter outage, of a server that starts again, is 
 class OutageNote:
     """Says once that the server does not answer, and since when; and that it is back.
 
-    ``away`` is to be called again and again during an outage (``called_during_outages``).
+    ``away`` is to be called again and again during an outage, ``back`` after it (``outages_told``).
     """
 
     def __init__(
@@ -34,3 +37,11 @@ class OutageNote:
         if self._is_said:
             self._note("the server answers again")
         self._since, self._is_said = None, False
+
+
+@contextmanager
+def outages_told(note: Callable[[str], object]) -> Iterator[None]:
+    """Inside, ``note`` gets what is to be said of long outages that ``read_with_retry`` meets."""
+    outage = OutageNote(note)
+    with called_during_outages(outage.away, outage.back):
+        yield

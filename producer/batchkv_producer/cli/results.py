@@ -12,7 +12,7 @@ from typing import Literal
 
 import click
 
-from batchkv_producer.cli.outage import OutageNote
+from batchkv_producer.cli.outage import outages_told
 from batchkv_producer.cli.shared import (
     Opened,
     delays_of,
@@ -29,7 +29,7 @@ from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
 from batchkv_producer.progress import printable, reporter
 from batchkv_producer.progress import rows as rows_text
 from batchkv_producer.results import outfile, output
-from batchkv_producer.retry import called_during_outages, read_with_retry
+from batchkv_producer.retry import read_with_retry
 from batchkv_producer.wire.job import Result
 
 format_option = click.option(
@@ -95,8 +95,7 @@ def results(
     if only_errors and not is_printed:
         raise UsageError("--errors is for standard output: FILE.errors.jsonl has these rows anyway")
     _check_format(form, as_json)
-    outage = OutageNote(say)
-    with either(url) as opened, called_during_outages(outage.away, outage.back):
+    with either(url) as opened, outages_told(say):
         status = opened.client.status(batch_id)
         batch_id = status.batch_id
         order: Literal["finish", "input"] = "input" if ordered else "finish"
@@ -224,13 +223,12 @@ def _append(
     stale = stale_rows(opened.client, batch_id)
     with outfile.open_results(out, batch_id, stale) as target, reporter() as progress:
         follower = Follower(opened.client, batch_id, target)
-        delays, outage = delays_of(opened, progress.note), OutageNote(progress.note)
+        delays = delays_of(opened, progress.note)
         while True:
-            with called_during_outages(outage.away):
+            with outages_told(progress.note):
                 now = read_with_retry(partial(opened.client.status, batch_id))
                 progress.update(snapshot_of(now, delays.look(now) if follow else ""))
                 num_new = read_with_retry(follower.collect)
-            outage.back()
             if now.is_done or not follow:
                 break
             time.sleep(opened.client.poll_seconds if num_new == 0 else 0)

@@ -75,7 +75,7 @@ def test_commands_that_follow_say_that_their_server_is_away(tmp_path: Path) -> N
             wait_for(logs, "the server has not answered since")
             server.start()
             wait_for(logs, "the server answers again")
-            assert not any(each.poll() is not None for each in waiting)
+            assert all(each.poll() is None for each in waiting)
         finally:
             for each in waiting:
                 each.send_signal(signal.SIGINT)
