@@ -50,24 +50,34 @@ def decoding(model: Path, scheme: str, args: argparse.Namespace) -> Any:
     while len(engine._rows) < args.rows:
         if done := engine.step():
             raise SystemExit(f"a row ended before all were prefilled: {done[0]}")
-    for _ in range(WARM_UP):
-        engine.step()
+    advance(engine, WARM_UP)
+    rest(engine)
     return engine
+
+
+def advance(engine: Any, steps: int) -> None:
+    """So many decode steps. SystemExit if a row ends: the next ones would have fewer."""
+    for _ in range(steps):
+        if done := engine.step():
+            raise SystemExit(f"a row ended: {done[0]}")
+
+
+def rest(engine: Any) -> None:
+    """Nothing of it computes or is launched: MLX computes a stream's work for one thread at a time,
+    and the device must be free before another engine begins."""
+    engine._launches.join()
+    mx.synchronize()
 
 
 def once(engine: Any, steps: int, *, is_late: bool) -> float:
     """Milliseconds a step."""
     launches = engine._launches
-    kind = type(launches).starts_early
-    launches.starts_early = kind and not is_late
-    for _ in range(SETTLE):  # steps of the other kind are over
-        engine.step()
+    launches.starts_early = type(launches).starts_early and not is_late
+    advance(engine, SETTLE)  # steps of the other kind are over
     begun = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
+    advance(engine, steps)
     spent = (time.perf_counter() - begun) / steps * 1e3
-    launches.join()  # MLX computes a stream's work for one thread at a time
-    mx.synchronize()  # and the device is free before another engine begins
+    rest(engine)
     return spent
 
 
