@@ -32,14 +32,14 @@ from batchkv_worker.settings import WorkerSettings
 SIDES = ("float", "affine8", "affine4", "float:late", "affine8:late")
 WARM_UP = 40  # steps before the first turn
 SETTLE = 4  # before each
+SMALL_CHUNK = 256  # tokens that are prefilled at a time: no engine takes fewer
 
 
 def decoding(model: Path, scheme: str, args: argparse.Namespace) -> Any:
     """An engine whose rows have all been prefilled and decode."""
     given = {"BATCHKV_SLOTS": args.slots, "BATCHKV_KV_SCHEME": scheme}
     engine = build_engine(WorkerSettings.from_env(given, model=str(model)))
-    # The steps of every turn of every side of this engine, and some more: no row may end.
-    tokens = args.steps_of_a_row + 8
+    tokens = tokens_of_a_row(args)
     words = parts.Words(1)
     rows = [parts.line(str(row), words.draw(args.columns), tokens) for row in range(args.rows)]
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +53,12 @@ def decoding(model: Path, scheme: str, args: argparse.Namespace) -> Any:
     advance(engine, WARM_UP)
     rest(engine)
     return engine
+
+
+def tokens_of_a_row(args: argparse.Namespace) -> int:
+    """So many that no row ends. The first rows decode while the others are prefilled."""
+    chunks = args.rows * args.columns // SMALL_CHUNK
+    return int(args.steps_of_a_row) + chunks + 8
 
 
 def advance(engine: Any, steps: int) -> None:
@@ -137,7 +143,7 @@ def arguments() -> argparse.Namespace:
     if wrong := [side for side in args.sides if side.partition(":")[2] not in ("", "late")]:
         parser.error(f"no such side: {', '.join(wrong)}")
     args.steps_of_a_row = WARM_UP + 2 * args.repeats * (SETTLE + args.steps)
-    if args.columns + args.steps_of_a_row >= parts.CONTEXT:
+    if args.columns + tokens_of_a_row(args) >= parts.CONTEXT:
         parser.error(f"rows would grow over the model's {parts.CONTEXT:,} tokens")
     return args
 

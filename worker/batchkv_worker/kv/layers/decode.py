@@ -74,6 +74,15 @@ class DecodeSlots:
         return [array for layer in self.layers[: self._num_first] for array in layer.arrays]
 
     @property
+    def later_arrays(self) -> list[mx.array]:
+        """The buffers of the other layers.
+
+        MLX holds what a launch names until all of that launch has ended. So a launch that named the
+        first buffers too would let MLX copy them when the next step writes them.
+        """
+        return [array for layer in self.layers[self._num_first :] for array in layer.arrays]
+
+    @property
     def _num_first(self) -> int:
         return max(1, len(self.layers) // FIRST_SHARE) if len(self.layers) > 1 else 0
 
@@ -84,7 +93,7 @@ class DecodeSlots:
         the mark is a number that the layer after them writes, when their attention has ended. It
         keeps no buffer alive.
         """
-        after = [array for layer in self.layers[self._num_first :] for array in layer.arrays]
+        after = self.later_arrays
         if not self.first_arrays or not after:
             return None
         number = after[0][(slice(0, 1),) * after[0].ndim]
