@@ -5,7 +5,8 @@
 Prints, for each workload, the median wall time of both sides, their ratio (above 1 the engine is
 faster) and how many rows have equal greedy tokens; ``--baseline-best`` adds the baseline sorted by
 length with its best ``prefill_batch_size``. Each side has a process of its own, which waits while
-another runs. Each run is told on standard error when it has ended.
+another runs. On CUDA the engine launches as batchkv does, without CUDA graphs, and mlx-lm as MLX
+does by default, with them. Each run is told on standard error when it has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import random
 import statistics
@@ -27,6 +29,8 @@ from typing import Any
 from batchkv_worker.kv.backends import blas
 
 BLAS = blas.load()
+GRAPHS = "MLX_USE_CUDA_GRAPHS"
+OURS, THEIRS = os.environ[GRAPHS], "1"  # after the import of batchkv; of MLX
 
 import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
@@ -213,9 +217,12 @@ class Sides:
         self._ends: dict[str, Connection] = {}
         for name in sides_of(args):
             ours, theirs = context.Pipe()
+            # The engine launches as batchkv does, and the others as MLX does by default.
+            os.environ[GRAPHS] = OURS if name == "engine" else THEIRS
             context.Process(target=serve, args=(name, args, theirs), daemon=True).start()
             theirs.close()  # a process that dies is then read as an end of file
             self._ends[name] = ours
+        os.environ[GRAPHS] = OURS
 
     def run(self, name: str, workload: str) -> Run:
         """One run of one side, the others waiting."""

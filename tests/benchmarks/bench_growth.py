@@ -3,8 +3,10 @@
     python tests/benchmarks/bench_growth.py [--quick] [--model bench-600m] [--out DIR] [--json FILE]
 
 The engine and mlx-lm's BatchGenerator, same process, model and sizes, in turn; random prompts that
-share nothing. For each curve the growth exponent is fitted (time ~ size^exponent; 1 is linear), of
-all sizes and of the largest two. ``answer`` follows one long answer step by step, in groups of 32
+share nothing. On CUDA both launch as batchkv does, without CUDA graphs.
+
+For each curve the growth exponent is fitted (time ~ size^exponent; 1 is linear), of all sizes and
+of the largest two. ``answer`` follows one long answer step by step, in groups of 32
 steps: what growing and shifting the slots' buffers costs would stand out in the slowest steps. Each
 curve becomes an SVG in --out (default bench-results). Works on any device of MLX; sizes by option.
 """

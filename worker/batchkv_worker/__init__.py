@@ -2,16 +2,23 @@
 
 ``batchkv_worker.BatchWorker`` is the class for ``rq worker -w``. It is loaded on first use, so that
 the import of this package is quick. MLX is loaded even later, on the engine's thread.
+
+On CUDA, MLX launches without graphs here, unless the environment has ``MLX_USE_CUDA_GRAPHS``. MLX
+records each product of matrices to make it part of a graph, and that takes the host longer than to
+launch it: see ``docs/benchmarks.md``. MLX reads the variable once, when it first uses the device.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchkv_worker.queue.rq_worker import BatchWorker
 
 __all__ = ["BatchWorker"]
+
+os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,10 +6,10 @@
 
 Each side is an engine as a worker builds it, with its scheme; ``mlx`` is mlx-lm's BatchGenerator
 with as many slots, ``floor`` are bare forward passes of the same tokens (see product_sides.py).
-All are in one process, for hosts differ, and the host of a GPU limits decoding. Each turn has
-other rows, the same for all sides: ``shared`` are 27 groups of 40 rows behind examples of their
-own, ``gsm8k`` 160 rows of the file with answers of 128 tokens. The first turn is not counted, and
-the order of the sides changes with each turn.
+All are in one process, for hosts differ, and the host of a GPU limits decoding. On CUDA all launch
+as batchkv does, without CUDA graphs. Each turn has other rows, the same for all sides: ``shared``
+are 27 groups of 40 rows behind examples of their own, ``gsm8k`` 160 rows of the file with answers
+of 128 tokens. The first turn is not counted, and the order of the sides changes with each turn.
 """
 
 from __future__ import annotations

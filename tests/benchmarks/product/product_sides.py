@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 STARTED = time.perf_counter()
+if __name__ == "__main__" and sys.argv[1:2] in (["mlx"], ["floor"]):
+    os.environ["MLX_USE_CUDA_GRAPHS"] = "1"  # as MLX launches by itself; batchkv does without them
 
 from batchkv_worker.kv.backends import blas  # noqa: E402
 
