@@ -69,14 +69,14 @@ def test_the_benchmark_of_schemes_times_each_side_in_one_process(tmp_path: Path)
 
 @is_long
 def test_the_benchmark_of_a_step_times_each_side_in_turns(tmp_path: Path) -> None:
-    """Rows that have been prefilled decode in one engine for each scheme, and none ends."""
+    """Rows that have been prefilled decode, and none ends. One side computes no attention."""
     out = tmp_path / "out.json"
     script = BENCHMARKS / "product" / "bench_step.py"
     command = [sys.executable, str(script), "--quick", "--json", str(out)]
-    command += ["--sides", "float,float:late,affine8"]
+    command += ["--sides", "float,float:late,affine8,float:bare"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     sides = json.loads(out.read_text())
-    assert list(sides) == ["float", "float:late", "affine8"]
+    assert list(sides) == ["float", "float:late", "affine8", "float:bare"]
     assert all(len(spent) == 1 and spent[0] > 0 for spent in sides.values())
     assert "x of float" in done.stdout

@@ -1,14 +1,15 @@
 """A whole decode step by KV scheme: rows of one length in the engine that a worker builds.
 
     python tests/benchmarks/product/bench_step.py --shape 4b [--columns 4096] [--rows 32]
-    python tests/benchmarks/product/bench_step.py --sides float,float:late,affine8 --json FILE
+    python tests/benchmarks/product/bench_step.py --sides float,float:late,affine8:bare --json FILE
     python tests/benchmarks/product/bench_step.py --quick
 
 Each scheme has an engine, all in one process, for a host that waited is slow for a while. Its rows
 are prefilled once, and then decode without an end. A turn is a few steps of each side, and the
 order changes with each turn. A side ``SCHEME:late`` is the same engine, which starts no layer of a
-step before the step before it has ended; where no step starts earlier it is the same. Rows grow by
-a token with each step of their engine.
+step before the step before it has ended; where no step starts earlier it is the same. The engine of
+``SCHEME:bare`` takes each layer's queries for its attention, and computes all else: no attention
+can make a step shorter. Rows grow by a token with each step of their engine.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from product_sides import works_of
 from batchkv_worker.engine.factory import build_engine
 from batchkv_worker.settings import WorkerSettings
 
-SIDES = ("float", "affine8", "affine4", "float:late", "affine8:late")
+SIDES = ("float", "affine8", "affine4", "affine8:bare", "float:late", "affine8:late")
+KINDS = ("", "late", "bare")
 WARM_UP = 40  # steps before the first turn
 SETTLE = 4  # before each
 SMALL_CHUNK = 256  # tokens that are prefilled at a time: no engine takes fewer
 
 
-def decoding(model: Path, scheme: str, args: argparse.Namespace) -> Any:
+def decoding(model: Path, scheme: str, args: argparse.Namespace, *, is_bare: bool = False) -> Any:
     """An engine whose rows have all been prefilled and decode."""
     given = {"BATCHKV_SLOTS": args.slots, "BATCHKV_KV_SCHEME": scheme}
     engine = build_engine(WorkerSettings.from_env(given, model=str(model)))
+    for layer in engine._slots.layers if is_bare else ():
+        layer._attention = lambda queries, scale, sinks: queries
     tokens = tokens_of_a_row(args)
     words = parts.Words(1)
     rows = [parts.line(str(row), words.draw(args.columns), tokens) for row in range(args.rows)]
@@ -87,6 +91,11 @@ def once(engine: Any, steps: int, *, is_late: bool) -> float:
     return spent
 
 
+def engine_of(side: str) -> str:
+    """Sides of one engine have the same."""
+    return side.removesuffix(":late")
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Milliseconds of each side, a turn each."""
     os.environ["BATCHKV_HOME"] = str(folder / "home")
@@ -94,14 +103,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     parts.make_model(model, args.shape)
     engines: dict[str, Any] = {}
     for side in args.sides:
-        scheme = side.partition(":")[0]
-        if scheme not in engines:
-            engines[scheme] = decoding(model, scheme, args)
+        name = engine_of(side)
+        if name not in engines:
+            scheme, _, kind = name.partition(":")
+            engines[name] = decoding(model, scheme, args, is_bare=kind == "bare")
     found: dict[str, list[float]] = {side: [] for side in args.sides}
     for turn in range(args.repeats):
         for side in args.sides[:: -1 if turn % 2 else 1]:
-            scheme, _, kind = side.partition(":")
-            found[side].append(once(engines[scheme], args.steps, is_late=kind == "late"))
+            is_late = side.endswith(":late")
+            found[side].append(once(engines[engine_of(side)], args.steps, is_late=is_late))
         print("  " + "".join(f"{found[side][-1]:>9.2f}" for side in found), flush=True)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
@@ -140,7 +150,7 @@ def arguments() -> argparse.Namespace:
         args.rows, args.columns = min(args.rows, 4), min(args.columns, 96)
         args.steps, args.repeats = min(args.steps, 4), 1
     args.sides = args.sides.split(",")
-    if wrong := [side for side in args.sides if side.partition(":")[2] not in ("", "late")]:
+    if wrong := [side for side in args.sides if side.partition(":")[2] not in KINDS]:
         parser.error(f"no such side: {', '.join(wrong)}")
     args.steps_of_a_row = WARM_UP + 2 * args.repeats * (SETTLE + args.steps)
     if args.columns + tokens_of_a_row(args) >= parts.CONTEXT:
