@@ -42,7 +42,10 @@ def decoding(model: Path, scheme: str, args: argparse.Namespace, *, is_bare: boo
     given = {"BATCHKV_SLOTS": args.slots, "BATCHKV_KV_SCHEME": scheme}
     engine = build_engine(WorkerSettings.from_env(given, model=str(model)))
     for layer in engine._slots.layers if is_bare else ():
-        layer._attention = lambda queries, scale, sinks: queries
+        # The tokens need what a layer keeps, as they do where its attention reads it.
+        layer._attention = lambda queries, scale, sinks, layer=layer: mx.depends(
+            queries, layer.arrays
+        )
     tokens = tokens_of_a_row(args)
     words = parts.Words(1)
     rows = [parts.line(str(row), words.draw(args.columns), tokens) for row in range(args.rows)]

@@ -103,11 +103,11 @@ def start(
     if isinstance(upcoming, Step) and landed is not None and landed.mark is not None:
         mx.eval(landed.mark)
         mark = [] if upcoming.mark is None else [upcoming.mark]
-        rest = [*upcoming.arrays, *slots.later_arrays]
+        rest = [*upcoming.arrays, *slots.unread_arrays]
         return launches.start_around(slots.first_arrays, landed.fetch, mark, rest)
     read = landed.fetch() if landed is not None else None
     if upcoming is not None:
-        launches.start(upcoming.arrays, slots.arrays)
+        launches.start(upcoming.arrays, slots.unread_arrays)
     return read
 
 

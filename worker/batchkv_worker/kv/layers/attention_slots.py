@@ -61,6 +61,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self._writes_rows_at_once = layer.backend.writes_rows_at_once
         self._started: list[mx.array] = []  # once computed, nothing reads the buffers any more
         self._handed: tuple[mx.array, mx.array] | None = None
+        self._has_attended = False
         self._stand_ins = None if is_read or not answers else StandIns(layer)
         self._span: ColumnSpan | None = None
         self._offsets = mx.array([], mx.int32)
@@ -151,6 +152,11 @@ class AttentionSlots(OrderedByUs, SlotLayer):
     def arrays(self) -> list[mx.array]:
         return [*self._keys, *self._values]
 
+    @property
+    def unread(self) -> list[mx.array]:
+        # Models that attend by themselves may leave some of it, like an indexer's values.
+        return [] if self._has_attended else self.arrays
+
     def swap(self, arrays: list[mx.array]) -> None:
         count = len(self._keys)
         self._keys, self._values = arrays[:count], arrays[count:]
@@ -240,6 +246,7 @@ class AttentionSlots(OrderedByUs, SlotLayer):
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         out = self._attention(queries, scale, sinks)
+        self._has_attended = True  # over all that it keeps
         if self._starts:
             mx.async_eval(out, self.arrays)
             # Arrays that are started together are computed together. Layers without keys of their

@@ -174,6 +174,11 @@ class SlotLayer(ABC):
     def arrays(self) -> list[mx.array]:
         """The buffers."""
 
+    @property
+    def unread(self) -> list[mx.array]:
+        """Those of ``arrays`` that a step writes for the next one, and does not read itself."""
+        return self.arrays
+
     @abstractmethod
     def swap(self, arrays: list[mx.array]) -> None:
         """Have these in the place of ``arrays``, in the same order and of the same shapes."""

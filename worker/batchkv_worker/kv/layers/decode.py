@@ -74,13 +74,13 @@ class DecodeSlots:
         return [array for layer in self.layers[: self._num_first] for array in layer.arrays]
 
     @property
-    def later_arrays(self) -> list[mx.array]:
-        """The buffers of the other layers.
+    def unread_arrays(self) -> list[mx.array]:
+        """What a step computes for the next one alone: the launch of a step has to name it.
 
-        MLX holds what a launch names until all of that launch has ended. So a launch that named the
-        first buffers too would let MLX copy them when the next step writes them.
+        It names no other buffer. MLX holds what a launch names until all of it has ended, and
+        copies a buffer that is held when it is to be written: by the next step, soon after.
         """
-        return [array for layer in self.layers[self._num_first :] for array in layer.arrays]
+        return [array for layer in self.layers for array in layer.unread]
 
     @property
     def _num_first(self) -> int:
@@ -93,7 +93,7 @@ class DecodeSlots:
         the mark is a number that the layer after them writes, when their attention has ended. It
         keeps no buffer alive.
         """
-        after = self.later_arrays
+        after = [array for layer in self.layers[self._num_first :] for array in layer.arrays]
         if not self.first_arrays or not after:
             return None
         number = after[0][(slice(0, 1),) * after[0].ndim]
