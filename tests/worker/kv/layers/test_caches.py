@@ -8,6 +8,7 @@ import pytest
 from batchkv_cache_store.blocks.block import Kind
 from batchkv_worker.kv.layers.slot_costs import costs_of
 from batchkv_worker.kv.layers.state import StateKind, StateShape
+from batchkv_worker.kv.slots.changes import Relayout
 from batchkv_worker.kv.slots.layouts import SlotLayouts
 from batchkv_worker.prefix.bundle import Bundle
 from batchkv_worker.prefix.memory import PrefixCache
@@ -54,6 +55,21 @@ def test_states_of_several_rows_take_their_slots_and_no_others() -> None:
     slots.admit(1, 0, layer.row(3, 1, count=2))
     slots.check(5, 0)
     assert slots.arrays[0][:, 0].tolist() == [0.0, 3.0, 4.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("write", [7, 9, 20])
+def test_a_row_clears_what_the_row_before_left_in_its_slot(write: int) -> None:
+    """Also beside its own columns: a weight of 0 times NaN is NaN. Other slots stay."""
+    kind = attention_kind("float")
+    slots = kind.slots()
+    slots.relayout(Relayout(0, 0, 0, 2, 20))
+    slots.swap([mx.full(part.shape, mx.nan) for part in slots.arrays])
+    pieces = prefilled([kind], [[1, 2, 3, 4, 5, 6, 7]], ()).row(0, 7)[0]
+    slots.admit(1, write, pieces)
+    assert bits(slots.snapshot(1, write - 7, write)) == bits(pieces)
+    for part in slots.arrays:
+        assert mx.isnan(part[0]).all() and not mx.isnan(part[1]).any()
+        assert not part[1, :, : write - 7].any() and not part[1, :, write:].any()
 
 
 def test_nothing_held_is_no_bytes() -> None:

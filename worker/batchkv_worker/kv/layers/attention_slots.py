@@ -97,9 +97,10 @@ class AttentionSlots(OrderedByUs, SlotLayer):
                 part[slot] = mx.zeros(part.shape[1:], part.dtype)
                 continue
             row = rows[index]
-            last = slot + row.shape[0]
-            part[slot:last] = 0
-            part[slot:last, ..., write - row.shape[-2] : write, :] = row
+            last, low = slot + row.shape[0], write - row.shape[-2]
+            # A long row begins in the first column. To write all of it twice takes as long again.
+            part[slot:last, ..., (0 if low else write) :, :] = 0
+            part[slot:last, ..., low:write, :] = row
 
     def snapshot(self, slot: int, start: int, write: int) -> Pieces:
         keys, values = (
