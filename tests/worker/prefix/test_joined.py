@@ -12,11 +12,13 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
 from batchkv_worker.kv.slots.layouts import Costs
 from batchkv_worker.kv.types import Pieces
+from batchkv_worker.prefix import bundle
 from batchkv_worker.prefix.bundle import ALL_PIECES, PIECES_TOGETHER, Bundle, Joined
+from batchkv_worker.prefix.filling import fill
 from batchkv_worker.prefix.memory import PrefixCache
 from batchkv_worker.sequence import Generation
 from batchkv_worker.sequence import Sequence as Row
-from worker.kv.reference import BACKEND, append_chunk, attention_kind
+from worker.kv.reference import BACKEND, append_chunk, attention_kind, bits, x86
 
 LAYERS = PIECES_TOGETHER + 3
 
@@ -65,6 +67,48 @@ def test_the_pieces_of_a_layer_are_no_copies() -> None:
     pieces = [whole.layer(layer) for whole in (one, *joined) for layer in range(LAYERS)]
     mx.eval(pieces)
     assert mx.get_active_memory() - before < one.nbytes / LAYERS
+
+
+@pytest.mark.parametrize("least", [1, 2**30])
+def test_the_tokens_that_follow_get_columns_of_zeros(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the same numbers as without; of rows with one chain or several, and large pieces."""
+    monkeypatch.setattr(bundle, "LARGE_PIECE_BYTES", least)
+    a, b, c = (block(seed) for seed in range(3))
+    for rows in ([[a, b]], [[a]], [[a, b], [a, c]], [[a, b], [a, b]]):
+        joined = Joined(rows, num_following=5)
+        for layer in range(LAYERS):
+            for one, other in zip(joined.layer(layer), wanted(rows, layer), strict=True):
+                assert mx.array_equal(one[..., :-5, :], other)
+                assert one.shape[-2] == other.shape[-2] + 5 and not one[..., -5:, :].any()
+
+
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+@pytest.mark.parametrize("joins_with_room", [True, False])
+def test_a_chunk_after_blocks_from_memory_is_as_after_computed_ones(
+    joins_with_room: bool, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, and the blocks in memory stay as they are."""
+    monkeypatch.setattr(bundle, "LARGE_PIECE_BYTES", 1)
+    kinds = [attention_kind(scheme) for _ in range(LAYERS)]
+    cache = PrefixCache(2**30, Costs(1, {}, 0), kinds)
+    end = 2 * BLOCK_TOKENS
+    prompt = [1 + 7 * token % 50 for token in range(end + 9)]
+    row = Row("a", prompt, Generation(1))
+    cache.name(row)
+    backend = x86(joins_with_room=joins_with_room)
+    whole, after = (PrefillRows(backend, kinds, len(prompt), end) for _ in range(2))
+    append_chunk(whole, [prompt], 0, end)
+    cache.publish([row], whole, 0, end)
+    before = bits(cache._blocks[row.block_keys[1]].parts[Kind.KV].arrays)
+    row.num_cached = end
+    fill(after, [row], cache)
+    for prefill in (whole, after):
+        append_chunk(prefill, [prompt], end, 9)
+    for one, other in zip(after.row(0, len(prompt)), whole.row(0, len(prompt)), strict=True):
+        assert bits(one) == bits(other)
+    assert bits(cache._blocks[row.block_keys[1]].parts[Kind.KV].arrays) == before
 
 
 def test_all_layers_of_a_shared_prefix_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

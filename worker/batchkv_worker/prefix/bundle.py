@@ -12,6 +12,7 @@ from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_worker.kv.types import Pieces
 
 PIECES_TOGETHER = 12  # of one shape: those of a few layers
+LARGE_PIECE_BYTES = 2**16  # of a block's piece: copying it takes longer than a call
 ALL_PIECES = 2**31 - 1  # MLX slices by 32-bit integers
 EMPTY_BYTES = 1024  # counted for a block without arrays (every layer has a state)
 
@@ -100,14 +101,23 @@ class Joined:
 
     To join them layer by layer takes the host longer than the device. Rows that have the same
     blocks are joined once.
+
+    Large pieces of one row are joined one by one, if tokens will follow them. Then each is an array
+    of its own, into which MLX writes those tokens. Of several in one array it would copy each.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Bundle]], together: int = PIECES_TOGETHER) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Bundle]],
+        together: int = PIECES_TOGETHER,
+        num_following: int = 0,
+    ) -> None:
         """The blocks of each row, of equal number and alike.
 
         ``together``: pieces of one shape that are joined at once, and in memory together.
+        ``num_following``: tokens that will follow; the pieces end with zeros in their place.
         """
-        self._rows, self._together = rows, together
+        self._rows, self._together, self._num_following = rows, together, num_following
         # By array the last group, and its pieces; layers are asked in order.
         self._last: dict[int, tuple[int, list[mx.array]]] = {}
 
@@ -115,11 +125,28 @@ class Joined:
         """The pieces ``[rows, ...]`` of one layer, block after block along the tokens."""
         found = []
         for array, number in self._rows[0][0].place(index):
+            if self._is_alone(array):
+                pieces = [_view(block.arrays[array], number) for block in self._rows[0]]
+                found.append(self._line(pieces))
+                continue
             group, inside = divmod(number, self._together)
             if self._last.get(array, (-1,))[0] != group:
                 self._last[array] = group, _views(self._join(array, group))
             found.append(self._last[array][1][inside])
         return tuple(found)
+
+    def _is_alone(self, array: int) -> bool:
+        """Whether each piece of this array is joined by itself."""
+        block = self._rows[0][0].arrays[array]
+        is_large = block.nbytes >= LARGE_PIECE_BYTES * block.shape[0]
+        return is_large and len(self._rows) == 1 and self._num_following > 0
+
+    def _line(self, parts: list[mx.array]) -> mx.array:
+        """One row's pieces one after the other, and zeros for the tokens that will follow."""
+        if self._num_following:
+            *outer, _, size = parts[0].shape
+            parts = [*parts, mx.zeros((*outer, self._num_following, size), parts[0].dtype)]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
 
     def _join(self, array: int, group: int) -> mx.array:
         some = slice(group * self._together, (group + 1) * self._together)
@@ -129,8 +156,7 @@ class Joined:
             key = tuple(map(id, blocks))
             order.append(key)
             if key not in lines:
-                parts = [block.arrays[array][some] for block in blocks]
-                lines[key] = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+                lines[key] = self._line([block.arrays[array][some] for block in blocks])
         if 1 < len(lines) == len(order):
             return mx.concatenate([*lines.values()], axis=1)
         if len(lines) > 1:

@@ -39,7 +39,8 @@ def fill(
         return
     low = shared.num_tokens if shared is not None else 0
     is_left = low < end and prefixes.block_layout.has_kv
-    own = Joined(parts_after(low, blocks)) if is_left else None
+    room = prefill.capacity - end if prefill.joins_with_room else 0
+    own = Joined(parts_after(low, blocks), num_following=room) if is_left else None
     for index, (layer, kind) in enumerate(zip(prefill.layers, prefill.kinds, strict=True)):
         if kind.has_state:
             lines = [block_pieces(chained[-1], Kind.STATE, index) for chained in blocks]

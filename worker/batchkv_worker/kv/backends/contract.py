@@ -220,6 +220,14 @@ class Backend(Protocol):
         """
 
     @property
+    def joins_with_room(self) -> bool:
+        """Whether blocks from memory are joined layer by layer, with room for the tokens after.
+
+        Then these are written in place. It saves a copy of all blocks, but takes a call for each
+        block of each layer. A GPU copies them in less time than so many calls take.
+        """
+
+    @property
     def launches_beside(self) -> bool:
         """Whether another thread launches a step while the next one is built."""
 

@@ -42,6 +42,7 @@ class GenericBackend:
     starts_each_layer: bool = False
     launches_beside: bool = False
     writes_rows_at_once: bool = False
+    joins_with_room: bool = False
     copies_values: bool = False
     joins_groups: bool = False
     most_joined: int = 2**26

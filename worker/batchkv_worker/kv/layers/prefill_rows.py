@@ -32,6 +32,7 @@ class PrefillRows:
         """
         self.kinds = kinds
         self.capacity = capacity
+        self.joins_with_room = backend.joins_with_room
         self.layers: list[PrefillLayer] = [kind.prefill(capacity, chunk_tokens) for kind in kinds]
         self._pacing = backend.pacing(launches)
         for layer in self.layers:

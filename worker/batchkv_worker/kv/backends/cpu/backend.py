@@ -33,6 +33,7 @@ class CpuBackend(GenericBackend):
     name: str = "cpu"
     has_fused_attention: bool = False
     starts_each_layer: bool = True
+    joins_with_room: bool = True
     usual_chunk: int = 512
     measures_chunk: bool = False  # sizes make little difference, and measuring takes long
     uses_exp2: bool | None = None
