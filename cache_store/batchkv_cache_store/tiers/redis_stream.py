@@ -115,6 +115,7 @@ def _whole_reads(sock: socket.socket) -> Iterator[int]:
         return
     if seconds is not None:
         fraction, whole = math.modf(seconds)
+        # Where microseconds have 4 bytes, as on macOS, the structure ends with 4 that are not read.
         limit = struct.pack("@ll", int(whole), max(1, int(fraction * 1e6)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     sock.settimeout(None)

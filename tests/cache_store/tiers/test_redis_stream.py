@@ -28,10 +28,17 @@ class Connection:
         self.sent.append(len(requests))
 
 
+class ByPython(socket.socket):
+    """A socket whose reads return what has arrived, as those of TLS do."""
+
+
 @contextmanager
-def connected(*pieces: bytes | float) -> Iterator[Connection]:
-    """A connection whose server sends these pieces; a number is a pause in seconds."""
-    own, other = socket.socketpair()
+def connected(
+    *pieces: bytes | float, kind: type[socket.socket] = socket.socket
+) -> Iterator[Connection]:
+    """A connection whose server sends these pieces, and then ends; a number is a pause."""
+    given, other = socket.socketpair()
+    own = kind(fileno=given.detach())
     own.settimeout(LIMIT_SECONDS)
 
     def send() -> None:
@@ -40,6 +47,7 @@ def connected(*pieces: bytes | float) -> Iterator[Connection]:
                 other.sendall(piece)
             else:
                 time.sleep(piece)
+        other.shutdown(socket.SHUT_WR)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -53,12 +61,14 @@ def reply(value: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(value), value)
 
 
-def test_values_may_come_in_pieces() -> None:
+@pytest.mark.parametrize("kind", [socket.socket, ByPython])
+def test_values_may_come_in_pieces(kind: type[socket.socket]) -> None:
     """A value is read to its end, and the socket has its time limit again afterwards."""
     first, second = bytes(range(256)) * 4000, b"second"
     text = reply(first) + b"-WRONGTYPE another type\r\n" + b"$0\r\n\r\n" + reply(second)
     wanted = [(name, len(first)) for name in ("a", "b", "c", "d")]
-    with connected(text[:5], 0.05, text[5:500_000], 0.1, text[500_000:]) as connection:
+    pieces = text[:5], 0.05, text[5:500_000], 0.1, text[500_000:]
+    with connected(*pieces, kind=kind) as connection:
         assert [*read_values(connection, wanted)] == [("a", first), ("d", second)]
         assert connection._sock.gettimeout() == LIMIT_SECONDS
 

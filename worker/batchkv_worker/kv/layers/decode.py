@@ -75,7 +75,7 @@ class DecodeSlots:
 
     @property
     def unread_arrays(self) -> list[mx.array]:
-        """What a step computes for the next one alone: the launch of a step has to name it.
+        """What a step computes for the next one alone: the launch that ends a step must name it.
 
         It names no other buffer. MLX holds what a launch names until all of it has ended, and
         copies a buffer that is held when it is to be written: by the next step, soon after.
