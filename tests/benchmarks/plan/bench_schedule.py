@@ -81,8 +81,9 @@ class Replay:
             room = self.layouts.num_slots + ahead - len(self.rows) - self.scheduler.num_waiting
             for number, (length, answer) in [queue.popleft() for _ in range(min(room, len(queue)))]:
                 self.scheduler.add(Row(str(number), [1] * length, Generation(answer)))
-            for _ in range(CHUNKS_BESIDE if self.rows else CHUNKS_PER_STEP):
-                group = self.scheduler.next_group()
+            is_decoding = bool(self.rows)
+            for _ in range(CHUNKS_BESIDE if is_decoding else CHUNKS_PER_STEP):
+                group = self.scheduler.next_group(is_decoding=is_decoding)
                 if group is None:
                     break
                 chunks, padded = chunks + 1, padded + len(group.rows) * group.width

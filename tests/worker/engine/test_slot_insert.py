@@ -19,6 +19,7 @@ from batchkv_worker.engine.schedule.policy import (
 )
 from batchkv_worker.engine.schedule.scheduler import Budget, PrefillGroup, Scheduler
 from batchkv_worker.events import Completed
+from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.slots.changes import Arrival, Arrivals, Demand
 from batchkv_worker.kv.slots.layouts import Costs, SlotLayouts
 from batchkv_worker.sequence import Generation, Sequence
@@ -160,6 +161,45 @@ def test_answers_that_ended_say_how_many_slots_are_waited_for() -> None:
     for slot in range(1, 4):
         layouts.release(slot)
     assert plan.next_group() is not None
+
+
+def test_rows_that_begin_together_wait_for_fewer_slots() -> None:
+    """None of them ends soon, so a free slot is free for a whole answer."""
+    assert free_slots(64, 2.0, 32, 64) == 16
+    assert free_slots(64, 2.0, 32, 64, is_decoding=False) == 4  # of 32 steps: 2 are lost, or more
+    assert free_slots(64, 2.0, 16, 64, is_decoding=False) == 8
+    assert free_slots(64, 2.0, 1, 64, is_decoding=False) == 16  # never more than others
+    assert free_slots(64, 0.0, 64, 64, is_decoding=False) == 1  # a pass in any case
+    assert free_slots(64, 0.0, 32, 64, is_decoding=False) == 2
+    plan = decoding(27, 32)
+    for index in range(20):
+        plan.add(row(str(index), 10, 2000))
+    assert plan.next_group() is None  # 8 are waited for
+    assert names_of(plan.next_group(is_decoding=False)) == ["0", "1", "2", "3", "4"]
+    plan = decoding(31, 32)
+    for index in range(20):
+        plan.add(row(str(index), 10, 2000))
+    assert plan.next_group(is_decoding=False) is None  # one is not worth a chunk, two are
+
+
+@pytest.mark.parametrize(("before", "expected"), [(7, 7), (20, 8)])
+def test_an_engine_fills_its_slots_before_it_decodes(before: int, expected: int) -> None:
+    """Chunks hold seven rows. An eighth comes in before the first step, and not after it."""
+    backend = GenericBackend(chunk_steps=2.0)
+    config = EngineConfig(slots=8, chunk_tokens=512, memory_bytes=2**26, backend=backend)
+    running = Engine(tiny_models.loaded(tiny_models.build("llama")), config)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(tiny_models.VOCABULARY) for _ in range(71)] for _ in range(20)]
+    rows = [
+        Sequence(str(index), prompt, Generation(20, temperature=0.0))
+        for index, prompt in enumerate(prompts)
+    ]
+    for given in (rows[:before], rows[before:]):
+        for one in given:
+            running.submit_row(one)
+        running.step()
+        assert running.progress().num_decode == expected
+    running.close()
 
 
 def test_a_row_that_was_begun_goes_before_longer_ones() -> None:

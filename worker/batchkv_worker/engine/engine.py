@@ -355,7 +355,7 @@ class Engine:
         """
         is_decoding = bool(self._rows)  # those that come in below have not begun to
         for _ in range(self._live.chunks_beside if is_decoding else CHUNKS_PER_STEP):
-            if self._prefill.next_group() is None:
+            if self._prefill.next_group(is_decoding=is_decoding) is None:
                 return
             self._launches.join()
             self._is_in_prefill = True

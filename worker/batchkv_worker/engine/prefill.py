@@ -66,9 +66,9 @@ class Prefill:
         """Whether prompts are held."""
         return self._rows is not None or self._aside is not None
 
-    def next_group(self) -> PrefillGroup | None:
+    def next_group(self, *, is_decoding: bool = True) -> PrefillGroup | None:
         """The scheduler's group, whose prompts are held from now on. This computes nothing."""
-        group = self._scheduler.next_group()
+        group = self._scheduler.next_group(is_decoding=is_decoding)
         if group is not self._group:
             self._exchange(group)
         return group

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from math import sqrt
+from math import ceil, sqrt
 
 from batchkv_worker.sequence import Sequence
 
@@ -81,7 +81,14 @@ def as_many_as_fit(rows: list[Sequence], fits: Callable[[list[Sequence]], bool])
     return rows[: 1 + bisect_left(more, True, key=lambda count: not fits(rows[:count]))]
 
 
-def free_slots(num_slots: int, chunk_steps: float, answer_tokens: float, rows_in_chunk: int) -> int:
+def free_slots(
+    num_slots: int,
+    chunk_steps: float,
+    answer_tokens: float,
+    rows_in_chunk: int,
+    *,
+    is_decoding: bool = True,
+) -> int:
     """How many slots should be free before a chunk of prompts is computed for them.
 
     Rows end at a rate of ``num_slots / answer_tokens`` a step. While ``n`` slots are waited for,
@@ -89,7 +96,13 @@ def free_slots(num_slots: int, chunk_steps: float, answer_tokens: float, rows_in
     of both losses is least at ``num_slots * sqrt(2 * chunk_steps / answer_tokens)``. It is flat
     there, so somewhat fewer are waited for, and never more than a quarter of the slots. A chunk
     that is full with ``rows_in_chunk`` prompts gains nothing from more free slots.
+
+    Rows that have not decoded yet (``is_decoding`` is false) do not end soon. What is left free
+    then is free for ``answer_tokens`` steps: ``n`` slots lose ``n / num_slots`` of their time. So
+    even fewer may be enough: that a chunk costs less, which takes the time of a step in any case.
     """
     best = num_slots * sqrt(chunk_steps / max(1.0, answer_tokens))
     enough = max(1, num_slots // LEAST_FREE, min(round(best), num_slots // 4))
+    if not is_decoding:
+        enough = min(enough, ceil(num_slots * max(1.0, chunk_steps) / max(1.0, answer_tokens)))
     return min(enough, max(1, rows_in_chunk))

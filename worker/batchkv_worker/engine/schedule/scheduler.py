@@ -74,7 +74,7 @@ class Scheduler:
         self._group: PrefillGroup | None = None
         self._aside: PrefillGroup | None = None  # a group that waits for live rows to be computed
         self._lane_chunk = 0  # tokens of a chunk while live rows come; 0: none have come lately
-        self._too_few = (0, 0)  # free slots and waiting rows, where that was not worth a chunk
+        self._too_few = (0, 0, False)  # slots, rows, is_decoding: where it was not worth a chunk
         self._is_short = False  # the first live row has a slot, and does not fit the memory
         self._waiting: deque[Sequence] = deque()
         # How many waiting rows have a block, and how many begin with a partial block.
@@ -213,8 +213,11 @@ class Scheduler:
         groups = (group for group in (self._group, self._aside) if group is not None)
         return (row for group in groups for row in group.rows)
 
-    def next_group(self) -> PrefillGroup | None:
-        """The group whose next chunk is computed now; None when no row waits or none fits."""
+    def next_group(self, *, is_decoding: bool = True) -> PrefillGroup | None:
+        """The group whose next chunk is computed now; None when no row waits or none fits.
+
+        ``is_decoding``: rows in slots decode. Otherwise they came in just now.
+        """
         if self._group is not None and not self._group.wanted:
             self._group = None  # all its rows were cancelled
         if self._waiting and self._waiting[0].is_live:
@@ -225,7 +228,8 @@ class Scheduler:
             live = self._form_group() if can_begin else None
             self._group, self._aside = (live, self._aside) if live else (self._aside, None)
             self.memory.set_aside(self._aside)
-        if self._group is None and self._waiting and self._may_start() and self._is_worth_it():
+        may_form = self._group is None and self._waiting and self._may_start()
+        if may_form and self._is_worth_it(is_decoding=is_decoding):
             self._group = self._form_group()
         return self._group
 
@@ -244,18 +248,15 @@ class Scheduler:
         """Whether memory allows a group to start; when no row decodes, one always may."""
         return not self._is_held or not self.layouts.num_active
 
-    def _is_worth_it(self) -> bool:
-        """Whether enough slots are free: a chunk costs a whole pass, however few its rows.
-
-        When no row decodes, no slot will become free, so any number is enough.
-        """
+    def _is_worth_it(self, *, is_decoding: bool) -> bool:
+        """Whether enough slots are free: a chunk costs a whole pass, however few its rows."""
         free, waiting = self.layouts.num_free, len(self._waiting)
         if self._waiting[0].is_live and free:
             return True
         free -= self._num_kept()
-        if not self.layouts.num_active or 0 < waiting <= free:
+        if not self.layouts.num_active or 0 < waiting <= free:  # then any number is enough
             return True
-        if free < 1 or self._too_few == (free, waiting):  # as at the last step
+        if free < 1 or self._too_few == (free, waiting, is_decoding):  # as at the last step
             return False
         window = [row for row in islice(self._waiting, LOOKAHEAD) if self._is_ready(row)]
         if not window:
@@ -263,9 +264,9 @@ class Scheduler:
         row = next_row(window, self._steps_left(window))
         rows_in_chunk = self.chunk_tokens // max(1, row.num_prefill - self._num_cached(row))
         answer = self.output_lengths.mean or self._waiting[0].num_remaining
-        steps = self.budget.chunk_steps
-        enough = free_slots(self.layouts.num_slots, steps, answer, rows_in_chunk)
-        self._too_few = (free, waiting) if free < enough else (0, 0)
+        costs = self.layouts.num_slots, self.budget.chunk_steps, answer, rows_in_chunk
+        enough = free_slots(*costs, is_decoding=is_decoding)
+        self._too_few = (free, waiting, is_decoding) if free < enough else (0, 0, False)
         return free >= enough
 
     def _steps_left(self, waiting: list[Sequence]) -> float:
