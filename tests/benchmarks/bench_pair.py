@@ -10,7 +10,8 @@ at a time, for MLX takes most of its memory. All settings are the defaults but f
 ``--set``. Each turn has other rows, the same for all pools: ``shared`` are 27 groups of 40 rows
 behind examples of their own, ``gsm8k`` the file's rows behind its eight examples and a word that
 only this turn has. Timed is from the moment at which the first row is running to the one at which
-the last has ended. Exit code 1 when rows are missing, failed or too short.
+the last has ended. With --trace each line has the shares of that time which the workers spent on
+each phase; tracing takes time itself. Exit code 1 when rows are missing, failed or too short.
 """
 
 from __future__ import annotations
@@ -63,10 +64,14 @@ def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bo
             file, rows, generated = written(folder, workload, turn, args)
             for name in list(POOLS)[:: -1 if turn % 2 else 1]:
                 has_tier = name == "tier"
-                with Product(lines, model, devices, folder / "kept", has_tier=has_tier) as pool:
+                options = {"is_observed": args.trace, "has_tier": has_tier}
+                with Product(lines, model, devices, folder / "kept", **options) as pool:
                     once = pool.serve(file, before, POOLS[name])
                 is_good &= once["generated"] == generated
-                print(f"  {workload} {name:<5}{once['seconds']:>8.2f} s", flush=True)
+                shares = "".join(
+                    f"  {phase} {share:.0%}" for phase, share in once.get("shares", {}).items()
+                )
+                print(f"  {workload} {name:<5}{once['seconds']:>8.2f} s{shares}", flush=True)
                 pools[name].append({**once, "rows": rows})
                 if args.out:
                     args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
@@ -104,6 +109,7 @@ def arguments() -> argparse.Namespace:
     add_workers(parser)
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
     parser.add_argument("--rows", type=int, help="of gsm8k [320]")
+    parser.add_argument("--trace", action="store_true", help="say what the workers did; it costs")
     args = parsed(parser, rows=320, quick_rows=20)
     args.workload = args.workload or ["shared"]
     return args

@@ -28,6 +28,7 @@ from batchkv_worker.kv.backends.measurements import Measurements
 from batchkv_worker.kv.backends.pacing import LayersAhead
 from batchkv_worker.kv.layers.decode import DecodeSlots
 from batchkv_worker.kv.layers.prefill_rows import PrefillRows
+from batchkv_worker.prefix.shared import outbox
 from batchkv_worker.sequence import Generation, Sequence
 from support import tiny_models
 from worker.engine.grammar import guided_rows
@@ -585,6 +586,25 @@ def test_blocks_are_sent_after_the_launch(
     assert stores.tokens(answers[0]) == stores.tokens(answers[1])
     assert min(stores.cached(answers[1])) >= 512 and len(held) == 2
     assert "handed to the store" not in caplog.text
+
+
+def test_blocks_that_wait_end_no_launch(
+    held: list[Held], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step is built beside a launch, although blocks wait until the store has room."""
+    monkeypatch.setattr(outbox, "QUEUED_BYTES", -1)
+    way = stores.access(stores.on_disk(tmp_path))
+    with stores.running(model_of("llama"), way, backend=GPU) as running:
+        for one in stores.behind(600, 30, 300):
+            running.submit_row(Sequence(str(len(one)), one, Generation(20, temperature=0.0)))
+        are_open = []
+        while not running.is_idle:
+            running.step()
+            if running.client.is_busy and running.progress().num_decode:
+                are_open.append(bool(Held.open))
+        assert sum(are_open) > 10
+        assert running.client.flush(30)  # type: ignore[attr-defined]
+    assert running.client.counters["published"] > 0
 
 
 def test_an_engine_rests_and_ends_whatever_is_launched(held: list[Held]) -> None:

@@ -280,9 +280,7 @@ class Engine:
     def _serve_store(self, *, is_still: bool) -> None:
         """Send computed blocks; wait for the store when all waiting rows wait for it."""
         is_still = is_still and not self._prefill.is_active
-        if self.client.is_busy:  # then it may compute something
-            self._launches.join()
-        self.client.send(is_idle=is_still)
+        self.client.send(is_idle=is_still, before_waiting=self._launches.join)
         if (
             is_still
             and not self._ends.events
@@ -366,7 +364,7 @@ class Engine:
                 goes_on = self._decode_rows.insert(group, self._in_flight)
             if not goes_on:
                 return
-            self.client.send(is_idle=False)
+            self.client.send(is_idle=False, before_waiting=self._launches.join)
 
     def _build_step(self) -> Step | OpenStep:
         """Build the next step, as far as it can be built while the last one runs."""

@@ -9,7 +9,7 @@ step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from batchkv_producer.wire.cache_note import CacheNote
 from batchkv_worker.prefix.memory import LOCAL_ROOT, OnNew, PrefixCache
@@ -53,10 +53,11 @@ class PrefixClient(ABC):
         """Wait for the result of a lookup: the engine has nothing else to do."""
 
     @abstractmethod
-    def send(self, *, is_idle: bool) -> None:
+    def send(self, *, is_idle: bool, before_waiting: Callable[[], None]) -> None:
         """Send blocks that are computed by now; all when the engine is idle.
 
-        Called after a step, and after each chunk of prompts while no row decodes.
+        Called after a step, and after each chunk of prompts while no row decodes. It calls
+        ``before_waiting`` before it waits for a block.
         """
 
     @abstractmethod
@@ -111,7 +112,7 @@ class NoSharedPrefixes(PrefixClient):
     def wait(self, timeout_seconds: float) -> None:
         """Nothing to wait for."""
 
-    def send(self, *, is_idle: bool) -> None:
+    def send(self, *, is_idle: bool, before_waiting: Callable[[], None]) -> None:
         """Nothing to hand on."""
 
     def drop_unsent(self) -> None:

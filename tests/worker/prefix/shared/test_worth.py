@@ -129,8 +129,8 @@ def test_blocks_of_a_long_prompt_are_written_while_it_is_computed() -> None:
     with engine_on(tier, rate=0.0, chunk_tokens=256) as engine:
         send, sent = outbox.Outbox.send, list[int]()
 
-        def and_wait(self: outbox.Outbox, *, is_idle: bool) -> None:
-            send(self, is_idle=is_idle)
+        def and_wait(self: outbox.Outbox, **options: Any) -> None:
+            send(self, **options)
             counters(engine)
             sent.append(len(tier.keys))
 

@@ -123,8 +123,8 @@ class StoreClient(PrefixClient):
     def wait(self, timeout_seconds: float) -> None:
         self._pending.wait(timeout_seconds)
 
-    def send(self, *, is_idle: bool) -> None:
-        self.outbox.send(is_idle=is_idle)
+    def send(self, *, is_idle: bool, before_waiting: Callable[[], None]) -> None:
+        self.outbox.send(is_idle=is_idle, before_waiting=before_waiting)
 
     def is_ready(self, row: Sequence) -> bool:
         fetch = row.fetch

@@ -182,10 +182,11 @@ class Outbox:
             self._drop(last, "dropped")
         return True
 
-    def send(self, *, is_idle: bool) -> None:
+    def send(self, *, is_idle: bool, before_waiting: Callable[[], None] = lambda: None) -> None:
         """Hand parts that are computed by now to the store, after a step; all when it is idle.
 
         The store gets a few at once. The others wait here, where better ones go before them.
+        ``before_waiting`` is called before a part is waited for, which most steps do not.
         """
         self._step += 1
         latest = self._step if is_idle else self._step - _AGE_STEPS
@@ -200,6 +201,7 @@ class Outbox:
             if not is_far and not self._store.has_near:  # the speed is known since it was added
                 self._drop(parcel, "not_needed")
                 continue
+            before_waiting()
             self._take(parcel)
             self._is_trying |= pays is None
             self._send(parcel, is_far=is_far)
