@@ -5,7 +5,13 @@ the import of this package is quick. MLX is loaded even later, on the engine's t
 
 On CUDA, MLX launches without graphs here, unless the environment has ``MLX_USE_CUDA_GRAPHS``. MLX
 records each product of matrices to make it part of a graph, and that takes the host longer than to
-launch it: see ``docs/benchmarks.md``. MLX reads the variable once, when it first uses the device.
+launch it: see ``docs/benchmarks.md``.
+
+MLX counts, for each thread, how often it had to plan attention or a convolution for a shape that it
+did not know. After some hundreds, each further one is an error there. A worker's prompts have more
+shapes than that, so MLX does not count here, and keeps twice as many plans of attention.
+
+MLX reads each variable once, when it first needs it. Those of the environment stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchWorker"]
 
-os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
+for _name, _value in (
+    ("MLX_USE_CUDA_GRAPHS", "0"),
+    ("MLX_ENABLE_CACHE_THRASHING_CHECK", "0"),
+    ("MLX_CUDA_SDPA_CACHE_SIZE", "512"),
+):
+    os.environ.setdefault(_name, _value)
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,14 @@ from batchkv_worker.kv.backends import device, mlx_kernels
 from batchkv_worker.kv.backends.compare import rounds_float32
 from batchkv_worker.kv.kernels.body import sources_digest
 
-# Each of these variables changes how fast MLX is, or how exact; not where it keeps its kernels.
+# Each of these variables changes how fast MLX is, or how exact; not where it keeps its kernels, and
+# how many plans of attention.
 _VARIABLES = ("MLX_", "AGX_", "OPENBLAS_", "OMP_", "CUDA_VISIBLE_DEVICES")
+_OTHERS = (
+    mlx_kernels.VARIABLE,
+    "MLX_ENABLE_CACHE_THRASHING_CHECK",
+    "MLX_CUDA_SDPA_CACHE_SIZE",
+)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -38,7 +44,7 @@ def machine_facts(blas: str) -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLES) and name != mlx_kernels.VARIABLE
+            if name.startswith(_VARIABLES) and name not in _OTHERS
         },
         # Checked answers hold only for the kernels that gave them. CPUs use none.
         **({} if device.kind() == "cpu" else {"kernels": sources_digest()}),
