@@ -14,6 +14,9 @@ can be traced builds them without computing; others are launched by the engine's
 
 Until its first launch, the thread may compute something else (``warm_up``): on a stream of its own,
 because the shared one serves the engine's thread meanwhile.
+
+MLX keeps its plans of attention for the thread that made them. So one thread outlives its engine,
+and serves the next one.
 """
 
 from __future__ import annotations
@@ -121,12 +124,16 @@ class _Around:
 
 
 class Beside:
-    """By a thread of its own. The default stream must be one that any thread may use."""
+    """By a thread of its own. The default stream must be one that any thread may use.
+
+    ``close`` leaves the thread to the next one (``choose``), unless another waits already.
+    """
 
     starts_early = True
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self._is_open = True
         self._given: SimpleQueue[tuple[Any, ...] | _Around | Callable[[], None] | None] = (
             SimpleQueue()
         )
@@ -188,8 +195,24 @@ class Beside:
             return fault
         return None
 
+    def open(self, stream: Any) -> None:
+        """Launch on this stream from now on, after a ``close``."""
+        self._stream, self._is_open = stream, True
+        self._given.put(partial(mx.set_default_stream, stream))
+
     def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
         self.settle()
+        self.end_warm_up()
+        if _left:
+            self.end()
+        else:
+            _left.append(self)
+
+    def end(self) -> None:
+        """End the thread. No other call may follow."""
         self._given.put(None)
         self._thread.join()
 
@@ -233,15 +256,29 @@ def choose(*, is_beside: bool) -> Launches:
     """``is_beside``: by a thread of its own, if MLX lets it compute for this one."""
     if not is_beside:
         return AT_ONCE
-    launches = Beside(mx.default_stream(mx.default_device()))
+    stream = mx.default_stream(mx.default_device())
+    try:
+        launches = _left.pop()
+        launches.open(stream)
+    except IndexError:
+        launches = Beside(stream)
     try:
         launches.start(mx.zeros((1,)) + 1)
         launches.join()
     except (RuntimeError, MemoryError, ValueError) as fault:
         log.info("steps are launched by the engine's thread: %s", fault)
-        launches.close()
+        launches.end()
         return AT_ONCE
     return launches
+
+
+_left: list[Beside] = []  # a thread that no engine has, if there is one
+
+
+def end_thread() -> None:
+    """End the thread that waits for an engine, if there is one."""
+    while _left:
+        _left.pop().end()
 
 
 def share_stream() -> None:
