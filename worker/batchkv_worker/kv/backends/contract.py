@@ -193,6 +193,10 @@ class Backend(Protocol):
         """Whether a fused kernel attends whole chunks without scores in memory."""
 
     @property
+    def pads_attention(self) -> bool:
+        """Whether ``attention`` makes shapes of chunks few, so that all chunks should go there."""
+
+    @property
     def starts_each_layer(self) -> bool:
         """Whether each layer of a decode step is started when it is built, not the whole step."""
 
@@ -296,6 +300,11 @@ class Backend(Protocol):
         ``length`` tokens of each row attend to ``columns`` under a causal mask; ``numbers`` are
         those of a column's keys.
         """
+
+    def attended_shape(
+        self, rows: int, length: int, columns: int, numbers: int
+    ) -> tuple[int, int, int]:
+        """Rows, queries and columns that ``attention`` computes for such a chunk, pads included."""
 
     def pacing(self, launches: Launches) -> Pacing:
         """For one group of prompts, shared by all of its layers, which ``launches`` starts."""

@@ -186,7 +186,8 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     @property
     def attend(self) -> Attend | None:
         """The function that the hook calls instead of the model's attention; None: call that."""
-        is_better = not self._layer.backend.has_fused_attention
+        backend = self._layer.backend
+        is_better = backend.pads_attention or not backend.has_fused_attention
         return self._attend if is_better or self._scheme.is_packed or self._shared else None
 
     def _attend(

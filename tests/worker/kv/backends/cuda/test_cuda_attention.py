@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.engine.engine import Engine, EngineConfig
 from batchkv_worker.kv.backends.cuda import backend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
+from batchkv_worker.kv.backends.pacing import UNPACED
+from parity.harness import Row, drain, submit
+from support import tiny_models
 
 
 def attention_of(rows: int, tokens: int, mask: Any, history: int = 5) -> tuple[mx.array, mx.array]:
@@ -95,3 +101,67 @@ def test_large_chunks_decode_and_masks_stay_as_they_are(monkeypatch: pytest.Monk
     attention_of(3, 6, mx.ones((6, 11), mx.bool_))
     monkeypatch.setattr(backend, "MOST_PADDED", 4 * 2 * 11 * 16 - 1)
     attention_of(3, 6, "causal")
+
+
+@dataclass(frozen=True, eq=False)
+class OnCpu(CudaBackend):
+    """CUDA's shapes, without what needs CUDA."""
+
+    launches_beside: bool = False
+
+    def launch(self) -> Any:
+        return None
+
+    def record_kernels(self, *_: Any) -> None:
+        return None
+
+    def chunk_kernels(self, *_: Any) -> None:
+        return None
+
+    def draw_kernel(self) -> None:
+        return None
+
+    def changes(self, *_: Any) -> tuple[()]:
+        return ()
+
+    def unpack_weights(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def pacing(self, _: Any) -> Any:
+        return UNPACED
+
+
+@pytest.mark.parametrize("scheme", ["float", "affine8"])
+def test_chunks_have_few_shapes_under_each_scheme(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Powers of two, and lengths of the table. The answers are those without pads."""
+    rng = random.Random(4)
+    prompts = [
+        [rng.randrange(tiny_models.VOCABULARY) for _ in range(length)]
+        for length in (9, 41, 57, 90, 130, 140, 200, 300)
+    ]
+    model, answers = tiny_models.build("llama"), []
+    seen: set[tuple[int, int]] = set()
+    real = mx.fast.scaled_dot_product_attention
+
+    def watched(queries: mx.array, *rest: Any, **named: Any) -> mx.array:
+        seen.add((queries.shape[0], queries.shape[2]))
+        return real(queries, *rest, **named)
+
+    for made in (OnCpu(), GenericBackend()):
+        sizes = {"slots": 8, "chunk_tokens": 512, "memory_bytes": 2**28}
+        config = EngineConfig(scheme, path="fused", group_cost=64, backend=made, **sizes)
+        running = Engine(tiny_models.loaded(model), config)
+        with monkeypatch.context() as patch:
+            if isinstance(made, OnCpu):
+                patch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+            rows = {str(n): Row(prompt, 6) for n, prompt in enumerate(prompts)}
+            for name, row in rows.items():
+                submit(running, name, row)
+            answers.append({name: one.token_ids for name, one in drain(running).items()})
+        running.close()
+    assert answers[0] == answers[1]
+    chunks = {one for one in seen if one[1] > 1}
+    assert chunks and {rows for rows, _ in chunks} <= {1, 2, 4, 8}
+    assert {tokens for _, tokens in chunks} <= set(backend.LENGTHS)

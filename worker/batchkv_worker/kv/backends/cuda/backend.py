@@ -35,6 +35,7 @@ class CudaBackend(GpuBackend):
     columns_multiple: int = 64
     rows_multiple: int = 8
     launches_beside: bool = True
+    pads_attention: bool = True
     joins_groups: bool = True  # the host launches a chunk in the time of 500 tokens and more
     most_joined: int = 2**27  # prompts of 64 slots behind a few hundred tokens, in one chunk
     usual_chunk: int = 2048
@@ -61,19 +62,20 @@ class CudaBackend(GpuBackend):
         computes none of them.
         """
         rows, length, columns = queries.shape[0], queries.shape[2], keys.shape[2]
-        before = 0
+        padded, wanted, to = rows, length, columns
         if not isinstance(mask, mx.array):
             numbers = keys[0].size // columns
-            padded, more = self.padded_chunk(rows, length, columns, numbers)
-            more = more if mask == "causal" else 0
-            if mask == "causal" and (columns + more) % KEYS_MULTIPLE == 0:
-                before = (columns - length) % KEYS_MULTIPLE
-            if padded > rows or more:
-                width = [(0, padded - rows), (0, 0), (0, more), (0, 0)]
-                keys, values = (mx.pad(one, width) for one in (keys, values))
-            if padded > rows or more or before:
-                width = [(0, padded - rows), (0, 0), (before, more), (0, 0)]
-                queries = mx.pad(queries, width)
+            padded, wanted, to = self.attended_shape(rows, length, columns, numbers)
+        if mask != "causal":  # every column would be seen
+            wanted, to = length, columns
+        more = to - columns
+        before = wanted - length - more
+        if padded > rows or more:
+            width = [(0, padded - rows), (0, 0), (0, more), (0, 0)]
+            keys, values = (mx.pad(one, width) for one in (keys, values))
+        if padded > rows or more or before:
+            width = [(0, padded - rows), (0, 0), (before, more), (0, 0)]
+            queries = mx.pad(queries, width)
         out = super().attention(queries, keys, values, scale, mask, sinks)
         if (out.shape[0], out.shape[2]) == (rows, length):
             return out
@@ -87,6 +89,14 @@ class CudaBackend(GpuBackend):
         more = to - columns
         is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
         return (padded, more) if is_small else (rows, 0)
+
+    def attended_shape(
+        self, rows: int, length: int, columns: int, numbers: int
+    ) -> tuple[int, int, int]:
+        padded, more = self.padded_chunk(rows, length, columns, numbers)
+        is_rounded = (columns + more) % KEYS_MULTIPLE == 0
+        before = (columns - length) % KEYS_MULTIPLE if is_rounded else 0
+        return padded, before + length + more, columns + more
 
     def unpack_weights(self, model: Any, dtype: mx.Dtype, *, has_room: bool = False) -> int:
         most_bytes = None if has_room else device.free_bytes() // 2
