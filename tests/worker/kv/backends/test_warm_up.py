@@ -22,10 +22,16 @@ from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.launching import AtOnce, Beside, choose
 from batchkv_worker.kv.backends.metal.backend import MetalBackend
-from batchkv_worker.kv.backends.warm_up import EarlyLaunches, Heads, chunk_shapes, heads_of
+from batchkv_worker.kv.backends.warm_up import (
+    EarlyLaunches,
+    Heads,
+    chunk_shapes,
+    heads_of,
+    shapes_behind,
+)
 from worker.engine.test_launches import SECONDS, beside_others, threads
 
-MLX_KEEPS = 256  # plans of attention
+MLX_KEEPS = 256  # plans of attention, by itself
 ARGS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
@@ -77,6 +83,40 @@ def test_attention_leaves_these_shapes_as_they_are() -> None:
         assert rows * tokens <= 2 * backend.largest_chunk, "no more memory than a chunk takes"
 
 
+def test_the_usual_shapes_behind_prefixes_follow() -> None:
+    """Most of those of 27 groups of 40 prompts, as the engine asks for them, are among them."""
+    groups = {(64, 128, 704), (32, 128, 704), (64, 128, 768), (32, 128, 768), (64, 64, 512)}
+    groups |= {(16, 128, 768), (64, 64, 640), (32, 64, 512), (32, 64, 768), (64, 128, 576)}
+    backend = CudaBackend()
+    found = shapes_behind(backend, 8 * 128)
+    assert groups <= set(found) and len(set(found)) == len(found)
+    first = chunk_shapes(backend, 8 * 128)
+    assert len(found) + len(first) < MLX_KEEPS
+    for shape in found:
+        assert backend.attended_shape(*shape, 8 * 128) == shape, "attention would pad it again"
+
+
+def test_the_call_is_that_of_a_chunk_behind_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def watched(*arrays: mx.array, mask: Any, **named: Any) -> mx.array:
+        mx.eval(arrays)
+        views = [np.array(one, copy=False) for one in arrays]
+        calls.append(([(one.shape, one.strides) for one in views], mask))
+        return real(*arrays, mask=mask, **named)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    queries = mx.random.normal((36, 40, 4, 16)).transpose(0, 2, 1, 3)
+    keys, values = (mx.random.normal((36, 2, 608 + 40, 16)) for _ in range(2))
+    CudaBackend().attention(queries, keys, values, 0.25, "causal", None)
+    (rows, _, length, _), columns = calls[0][0][0][0], calls[0][0][1][0][2]
+    shape = rows, length, columns
+    assert shape == (64, 128, 704) and shape in shapes_behind(CudaBackend(), 2 * 16)
+    warm_up._attend(Heads(4, 2, 16), mx.float32, *shape)
+    assert calls[1] == calls[0]
+
+
 def test_the_call_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes, strides and mask find MLX's plan. A chunk's rows with pads are in one piece."""
     calls: list[Any] = []
@@ -97,7 +137,7 @@ def test_the_call_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = calls[0][0][0][0][0], calls[0][0][0][0][2]
     assert 10 * tokens < 2048 and shape == (16, 256)
     assert shape in chunk_shapes(CudaBackend(), 2 * 16)
-    warm_up._attend(Heads(4, 2, 16), mx.float32, *shape)
+    warm_up._attend(Heads(4, 2, 16), mx.float32, *shape, 256)
     assert calls[1][:2] == ([*calls[0][0][:3]], "causal") and calls[1] == (*calls[0][:2], 0.25)
 
 
@@ -121,7 +161,8 @@ def test_heads_are_those_of_the_arguments(args: dict[str, Any], wanted: Heads | 
 def test_attention_that_mlx_does_not_plan_is_left_out() -> None:
     """Numbers of 32 bits, and large heads: its other kernels would take memory for scores."""
     works = partial(warm_up.works_for, CudaBackend())
-    assert len(works(model(**ARGS), mx.bfloat16)) == 1 + len(chunk_shapes(CudaBackend(), 2 * 16))
+    num_shapes = len(chunk_shapes(CudaBackend(), 32)) + len(shapes_behind(CudaBackend(), 32))
+    assert len(works(model(**ARGS), mx.bfloat16)) == 1 + num_shapes
     assert not works(model(**ARGS), mx.float32)
     for size in (192, 12):
         assert not works(model(**{**ARGS, "head_dim": size}), mx.float16)

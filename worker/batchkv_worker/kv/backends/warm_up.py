@@ -7,8 +7,8 @@ zeros in the shapes that chunks of prompts usually have.
 
 MLX finds a plan by the device, the dtype, the shapes and strides of queries, keys and values, and
 the kind of mask (``build_sdpa_cache_key`` in its ``cuda/scaled_dot_product_attention.cpp``), but
-not by the stream or the scale. Chunks without history have all three in one piece: pads, rotated
-heads and unpacked numbers are arrays of their own.
+not by the stream or the scale. Chunks mostly have all three in one piece: pads, rotated heads,
+unpacked numbers, and prefixes joined with what follows are arrays of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from batchkv_worker.kv.backends.launching import Beside, Launches, choose
 log = logging.getLogger("batchkv.engine")
 
 FREE_SLOTS = (64, 32, 16, 8)  # for which groups of prompts are formed
+# Rows of a group behind a prefix at most, and how often: chunks are mostly full.
+BEHIND = {64: 8, 32: 4, 16: 2, 8: 1, 4: 1, 2: 1}
 PROMPTS = range(32, 8193, 16)  # tokens of the longest prompt of a group
+PREFIXES = range(128, 2049, 32)  # tokens of a shared prefix
+OWN = range(16, 257, 8)  # tokens of the longest prompt of a group after it
+MOST_BEHIND = 192  # shapes of chunks behind prefixes: MLX takes 10 s or more to plan so many
 MOST_SIZE, SIZE_MULTIPLE = 128, 8  # of heads whose attention MLX plans
 PRODUCT = 256  # rows and columns of a small product
 
@@ -73,6 +78,22 @@ def chunk_shapes(backend: Backend, numbers: int) -> list[tuple[int, int]]:
     return sorted(found, key=lambda shape: -found[shape])
 
 
+def shapes_behind(backend: Backend, numbers: int) -> list[tuple[int, int, int]]:
+    """Rows, queries and columns of attention in chunks behind a shared prefix, in the same way.
+
+    At most MOST_BEHIND. In twice as long a prefix, or behind it, a length is half as usual.
+    """
+    found: dict[tuple[int, int, int], float] = {}
+    for most, often in BEHIND.items():
+        for own in OWN:
+            rows = max(1, min(most, backend.usual_chunk // own))
+            width = backend.padded_width(own)
+            for prefix in PREFIXES:
+                shape = backend.attended_shape(rows, width, prefix + width, numbers)
+                found[shape] = found.get(shape, 0.0) + often / (own * prefix)
+    return sorted(found, key=lambda shape: -found[shape])[:MOST_BEHIND]
+
+
 def works_for(backend: Backend, model: Any, dtype: mx.Dtype) -> list[Callable[[], None]]:
     """What a thread that launches computes beforehand for a model of ``dtype``.
 
@@ -83,7 +104,9 @@ def works_for(backend: Backend, model: Any, dtype: mx.Dtype) -> list[Callable[[]
         return []
     if heads.size > MOST_SIZE or heads.size % SIZE_MULTIPLE:
         return []
-    shapes = chunk_shapes(backend, heads.of_keys * heads.size)
+    numbers = heads.of_keys * heads.size
+    shapes = [(rows, tokens, tokens) for rows, tokens in chunk_shapes(backend, numbers)]
+    shapes += shapes_behind(backend, numbers)
     return [partial(_multiply, dtype), *(partial(_attend, heads, dtype, *one) for one in shapes)]
 
 
@@ -92,9 +115,9 @@ def _multiply(dtype: mx.Dtype) -> None:
     mx.eval(one @ one.T)
 
 
-def _attend(heads: Heads, dtype: mx.Dtype, rows: int, tokens: int) -> None:
+def _attend(heads: Heads, dtype: mx.Dtype, rows: int, tokens: int, columns: int) -> None:
     queries = mx.zeros((rows, heads.of_queries, tokens, heads.size), dtype)
-    keys, values = (mx.zeros((rows, heads.of_keys, tokens, heads.size), dtype) for _ in range(2))
+    keys, values = (mx.zeros((rows, heads.of_keys, columns, heads.size), dtype) for _ in range(2))
     scale = heads.size**-0.5
     attention = mx.fast.scaled_dot_product_attention
     mx.eval(attention(queries, keys, values, scale=scale, mask="causal"))
