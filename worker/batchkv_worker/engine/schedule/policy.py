@@ -97,9 +97,9 @@ def free_slots(
     there, so somewhat fewer are waited for, and never more than a quarter of the slots. A chunk
     that is full with ``rows_in_chunk`` prompts gains nothing from more free slots.
 
-    Rows that have not decoded yet (``is_decoding`` is false) do not end soon. What is left free
-    then is free for ``answer_tokens`` steps: ``n`` slots lose ``n / num_slots`` of their time. So
-    even fewer may be enough: that a chunk costs less, which takes the time of a step in any case.
+    Rows that have not decoded yet (``is_decoding`` is false) do not end soon. A slot that is left
+    free then is free for ``answer_tokens`` steps, and ``n`` slots lose ``n / num_slots`` of their
+    time. So fewer slots are enough, if they lose as much as a chunk costs: a step at least.
     """
     best = num_slots * sqrt(chunk_steps / max(1.0, answer_tokens))
     enough = max(1, num_slots // LEAST_FREE, min(round(best), num_slots // 4))

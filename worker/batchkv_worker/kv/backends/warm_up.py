@@ -81,7 +81,8 @@ def chunk_shapes(backend: Backend, numbers: int) -> list[tuple[int, int]]:
 def shapes_behind(backend: Backend, numbers: int) -> list[tuple[int, int, int]]:
     """Rows, queries and columns of attention in chunks behind a shared prefix, in the same way.
 
-    At most MOST_BEHIND. In twice as long a prefix, or behind it, a length is half as usual.
+    At most MOST_BEHIND. A prefix of twice as many tokens counts half, and so does a prompt that has
+    twice as many tokens after its prefix.
     """
     found: dict[tuple[int, int, int], float] = {}
     for most, often in BEHIND.items():
