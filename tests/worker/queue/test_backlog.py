@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -16,6 +18,7 @@ from batchkv_producer.agreed import RUN_ROWS
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.transitions import Transitions
 from batchkv_worker.queue import session
+from batchkv_worker.queue.redis_side import RedisSide
 from support.fake_engine import FakePlan
 from support.redis_server import RedisServer, running_server
 from support.worker_harness import (
@@ -93,6 +96,34 @@ def test_rqs_command_cancels_the_backlog_at_once(
     unhurried = {"lease_seconds": 1800, "heartbeat_seconds": 600, "drain_seconds": 0}
     work(make_worker(redis_connection, SLOW, slots=1, prefetch=0, **unhurried), act)
     assert ended_as(redis_connection, batch) == {"ok": 0, "canceled": 1, "running": 0}
+
+
+def test_a_stop_is_heeded_that_comes_while_its_row_is_pulled(
+    redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis counts the row as running before the worker knows of it."""
+    monkeypatch.setattr(session, "POLL_SECONDS", 600.0)
+    pull, may_end = RedisSide.pull, threading.Event()
+
+    def slow_pull(*args: Any, **options: Any) -> Any:
+        run = pull(*args, **options)
+        assert not run.jobs or may_end.wait(60)
+        return run
+
+    monkeypatch.setattr(RedisSide, "pull", slow_pull)
+    batch = submit(redis_connection, ["slow:100"] + ["quick"] * 3)
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] == 4)
+        send_stop_job_command(redis_connection, f"{batch}-3", serializer=JSONSerializer)
+        wait_until(lambda: worker._session is not None and worker._session._unknown_cancels)
+        may_end.set()
+        wait_until(lambda: num_ended(redis_connection, batch) == 4)
+        assert worker._session is not None and not worker._session._unknown_cancels
+
+    worker = make_worker(redis_connection, SLOW, slots=1, prefetch=0)
+    work(worker, act)
+    assert ended_as(redis_connection, batch) == {"ok": 3, "canceled": 1, "running": 0}
 
 
 def test_the_backlog_is_canceled_like_all_else(redis_connection: Redis) -> None:

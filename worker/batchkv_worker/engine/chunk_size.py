@@ -79,7 +79,7 @@ def choose_chunk(
 ) -> int:
     """Tokens a chunk for this model on this device, whose layers ``launches`` starts.
 
-    A fault ends ``launches``, for there will be no engine. ``observe`` gets the tokens and the
+    A fault closes ``launches``, for there will be no engine. ``observe`` gets the tokens and the
     seconds of such a chunk, if any was timed.
     """
     backend = plan.backend

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -75,6 +76,8 @@ class Session:
         self._heartbeat_timer = Timer(settings.heartbeat_seconds)
         self._maintenance_timer = Timer(settings.maintenance_seconds)
         self._wanted_cancels: SimpleQueue[str] = SimpleQueue()
+        self._unknown_cancels: list[str] = []  # of jobs that a pull may bring, which is under way
+        self._is_asking = False  # Redis, in the background
         self._serving: Serving | None = None  # the engine has exchanged its adapter
         self._last_turn = time.monotonic()
         self._busy_seconds = 0.0
@@ -189,7 +192,11 @@ class Session:
 
     def _serve_engine_until(self, call: Callable[[], T]) -> T:
         """Run a call of Redis in the background, and serve the engine until it has answered."""
-        return self._background.run(call, meanwhile=partial(self._serve_engine, TURN_SECONDS))
+        self._is_asking = True
+        try:
+            return self._background.run(call, meanwhile=partial(self._serve_engine, TURN_SECONDS))
+        finally:
+            self._is_asking = False
 
     def _handle(self, notices: list[Notice]) -> None:
         for notice in notices:
@@ -214,13 +221,20 @@ class Session:
                     raise error
 
     def _cancel_wanted(self) -> None:
-        wanted = []
-        try:
+        """End rows that were stopped, if they are held.
+
+        Redis knows of a pull before its answer is here, so a row may be stopped that is not held
+        yet. While Redis is asked for anything, such a stop is kept.
+        """
+        wanted, self._unknown_cancels = self._unknown_cancels, []
+        with suppress(Empty):
             while True:
                 wanted.append(self._wanted_cancels.get_nowait())
-        except Empty:
-            for job_id in self._state.cancel(wanted):
-                self._engine.cancel(job_id)
+        held = self._state.cancel(wanted)
+        for job_id in held:
+            self._engine.cancel(job_id)
+        if self._is_asking:
+            self._unknown_cancels = [job_id for job_id in wanted if job_id not in held]
 
     def _heed_pause(self) -> None:
         """Begin or end a pause. It begins with a recall of rows that only wait in the engine."""

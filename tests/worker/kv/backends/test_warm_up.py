@@ -39,6 +39,8 @@ ARGS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 class LikeCuda(GenericBackend):
     launches_beside: bool = True
 
+    plans_attention = CudaBackend.plans_attention
+
 
 def model(**args: Any) -> Any:
     return SimpleNamespace(args=SimpleNamespace(**args))
@@ -92,8 +94,10 @@ def test_the_usual_shapes_behind_prefixes_follow() -> None:
     assert groups <= set(found) and len(set(found)) == len(found)
     first = chunk_shapes(backend, 8 * 128)
     assert len(found) + len(first) < MLX_KEEPS
-    for shape in found:
-        assert backend.attended_shape(*shape, 8 * 128) == shape, "attention would pad it again"
+    for numbers in (8 * 128, 64 * 128):
+        for shape in shapes_behind(backend, numbers):
+            assert backend.attended_shape(*shape, numbers) == shape, "attention would pad it again"
+            assert 2 * shape[0] * shape[2] * numbers <= backend.most_joined, "it would be cut"
 
 
 def test_the_call_is_that_of_a_chunk_behind_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

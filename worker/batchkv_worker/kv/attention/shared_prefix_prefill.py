@@ -67,10 +67,12 @@ def _attend_dense(
     of_row = sum(part[0].size for prefixes, rest in both for part in (*prefixes, rest))
     is_of_rows = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] > 1
     found = []
-    for rows, num_known in _slices(queries.shape[0], MAX_DENSE // of_row):
+    backend = layer.backend
+    most = backend.most_joined if backend.joins_groups else MAX_DENSE
+    for rows, num_known in _slices(queries.shape[0], most // of_row):
         keys, values = (_joined(prefixes, rest, rows) for prefixes, rest in both)
         given = mask[rows] if is_of_rows else mask
-        out = layer.backend.attention(rotated[rows], keys, values, scale, given, sinks)
+        out = backend.attention(rotated[rows], keys, values, scale, given, sinks)
         found.append(out[num_known:] if num_known else out)
     return scheme.values.unrotate(mx.concatenate(found, axis=0))
 

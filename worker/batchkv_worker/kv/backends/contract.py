@@ -193,10 +193,6 @@ class Backend(Protocol):
         """Whether a fused kernel attends whole chunks without scores in memory."""
 
     @property
-    def pads_attention(self) -> bool:
-        """Whether ``attention`` makes shapes of chunks few, so that all chunks should go there."""
-
-    @property
     def starts_each_layer(self) -> bool:
         """Whether each layer of a decode step is started when it is built, not the whole step."""
 
@@ -299,6 +295,12 @@ class Backend(Protocol):
 
         ``length`` tokens of each row attend to ``columns`` under a causal mask; ``numbers`` are
         those of a column's keys.
+        """
+
+    def plans_attention(self, dtype: mx.Dtype, size: int) -> bool:
+        """Whether attention takes long for a chunk of a new shape, with heads of ``size`` numbers.
+
+        ``attention`` makes such shapes few. So all chunks should go there.
         """
 
     def attended_shape(

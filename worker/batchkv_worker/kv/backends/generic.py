@@ -39,7 +39,6 @@ class GenericBackend:
     rows_multiple: int = 1
     keeps_shapes: bool = False
     has_fused_attention: bool = True
-    pads_attention: bool = False
     starts_each_layer: bool = False
     launches_beside: bool = False
     writes_rows_at_once: bool = False
@@ -82,6 +81,9 @@ class GenericBackend:
 
     def padded_chunk(self, rows: int, length: int, columns: int, numbers: int) -> tuple[int, int]:
         return rows, 0
+
+    def plans_attention(self, dtype: mx.Dtype, size: int) -> bool:
+        return False
 
     def attended_shape(
         self, rows: int, length: int, columns: int, numbers: int

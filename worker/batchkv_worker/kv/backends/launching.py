@@ -257,11 +257,7 @@ def choose(*, is_beside: bool) -> Launches:
     if not is_beside:
         return AT_ONCE
     stream = mx.default_stream(mx.default_device())
-    try:
-        launches = _left.pop()
-        launches.open(stream)
-    except IndexError:
-        launches = Beside(stream)
+    launches = _left_over(stream) or Beside(stream)
     try:
         launches.start(mx.zeros((1,)) + 1)
         launches.join()
@@ -269,6 +265,16 @@ def choose(*, is_beside: bool) -> Launches:
         log.info("steps are launched by the engine's thread: %s", fault)
         launches.end()
         return AT_ONCE
+    return launches
+
+
+def _left_over(stream: Any) -> Beside | None:
+    """The thread that waits for an engine, if there is one."""
+    try:
+        launches = _left.pop()
+    except IndexError:
+        return None
+    launches.open(stream)
     return launches
 
 

@@ -33,7 +33,6 @@ PROMPTS = range(32, 8193, 16)  # tokens of the longest prompt of a group
 PREFIXES = range(128, 2049, 32)  # tokens of a shared prefix
 OWN = range(16, 257, 8)  # tokens of the longest prompt of a group after it
 MOST_BEHIND = 192  # shapes of chunks behind prefixes: MLX takes 10 s or more to plan so many
-MOST_SIZE, SIZE_MULTIPLE = 128, 8  # of heads whose attention MLX plans
 PRODUCT = 256  # rows and columns of a small product
 
 
@@ -82,7 +81,7 @@ def shapes_behind(backend: Backend, numbers: int) -> list[tuple[int, int, int]]:
     """Rows, queries and columns of attention in chunks behind a shared prefix, in the same way.
 
     At most MOST_BEHIND. A prefix of twice as many tokens counts half, and so does a prompt that has
-    twice as many tokens after its prefix.
+    twice as many tokens after its prefix. Chunks that are too large are computed in parts.
     """
     found: dict[tuple[int, int, int], float] = {}
     for most, often in BEHIND.items():
@@ -90,7 +89,9 @@ def shapes_behind(backend: Backend, numbers: int) -> list[tuple[int, int, int]]:
             rows = max(1, min(most, backend.usual_chunk // own))
             width = backend.padded_width(own)
             for prefix in PREFIXES:
-                shape = backend.attended_shape(rows, width, prefix + width, numbers)
+                part = max(1, backend.most_joined // (2 * numbers * (prefix + width)))
+                some = min(rows, 1 << (part.bit_length() - 1))
+                shape = backend.attended_shape(some, width, prefix + width, numbers)
                 found[shape] = found.get(shape, 0.0) + often / (own * prefix)
     return sorted(found, key=lambda shape: -found[shape])[:MOST_BEHIND]
 
@@ -101,9 +102,7 @@ def works_for(backend: Backend, model: Any, dtype: mx.Dtype) -> list[Callable[[]
     Nothing where its attention is none that MLX plans.
     """
     heads = heads_of(model)
-    if heads is None or dtype not in (mx.float16, mx.bfloat16):
-        return []
-    if heads.size > MOST_SIZE or heads.size % SIZE_MULTIPLE:
+    if heads is None or not backend.plans_attention(dtype, heads.size):
         return []
     numbers = heads.of_keys * heads.size
     shapes = [(rows, tokens, tokens) for rows, tokens in chunk_shapes(backend, numbers)]
@@ -165,14 +164,14 @@ class EarlyLaunches:
             self._compiled.wait(report)
 
     def take(self, *, is_wanted: bool) -> Launches | None:
-        """The launches, if they are there, for an engine that closes them. Else they end."""
+        """The launches, if they are there, for an engine that closes them. Else they close."""
         if not is_wanted:
             self.close()
         launches, self._launches = self._launches, None
         return launches
 
     def close(self) -> None:
-        """End the thread if no engine has taken it, and what is compiled."""
+        """Leave the thread to others if no engine has taken it, and end what is compiled."""
         if self._compiled is not None:
             self._compiled.close()
         launches, self._launches = self._launches, None

@@ -186,8 +186,9 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
     @property
     def attend(self) -> Attend | None:
         """The function that the hook calls instead of the model's attention; None: call that."""
-        backend = self._layer.backend
-        is_better = backend.pads_attention or not backend.has_fused_attention
+        backend, shape = self._layer.backend, self._scheme.shape
+        is_better = backend.plans_attention(self._dtype, shape.key_size)
+        is_better = is_better or not backend.has_fused_attention
         return self._attend if is_better or self._scheme.is_packed or self._shared else None
 
     def _attend(
@@ -206,14 +207,23 @@ class AttentionPrefill(OrderedByUs, PrefillLayer):
             del chunk  # else it would outlive its attention, for which the next lines may wait
         else:
             out = self._attend_packed(queries, end, scale, mask, sinks)
-            num_dense, is_joined = 0, False
-            if self._scheme.is_packed:
-                num_dense = self._num_numbers(queries.shape[0], end)
+            num_dense, is_joined = self._num_copied(queries, end, mask), False
         if self._shared and not is_joined:  # then each row has a copy of its prefixes, too
             end += sum(keys[0].shape[-2] for keys, _ in self._shared)
             num_dense += self._num_numbers(queries.shape[0], end)
         self.pacing.follow(out, num_dense)
         return out
+
+    def _num_copied(self, queries: mx.array, columns: int, mask: Any) -> int:
+        """Of dense keys and values that only exist for this attention, with pads."""
+        rows, _, length, _ = queries.shape
+        shape, padded = self._scheme.shape, (rows, columns)
+        if isinstance(mask, str):
+            numbers = shape.num_heads * shape.key_size
+            backend = self._layer.backend
+            padded = backend.attended_shape(rows, length, columns, numbers)[::2]
+        is_copied = self._scheme.is_packed or padded != (rows, columns)
+        return self._num_numbers(*padded) if is_copied else 0
 
     def _num_numbers(self, rows: int, columns: int) -> int:
         """Of dense keys and values."""

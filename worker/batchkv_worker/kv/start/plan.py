@@ -150,7 +150,7 @@ def _checked(name: str, model: Any, tree: CacheTree, decision: Decision, undo: U
         mask_rank=traits.mask_rank,
     )
     if kept.of(
-        f"dense arrays are unread{form}",
+        f"dense arrays are unread in steps and chunks{form}",
         lambda: are_unread(backend, model, tree, kinds, traits),
         YES_OR_NO,
     ):

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from batchkv_worker.engine.engine import Engine, EngineConfig
+from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.backends.cuda import backend
 from batchkv_worker.kv.backends.cuda.backend import CudaBackend
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.pacing import UNPACED
+from batchkv_worker.kv.layers.attention_prefill import AttentionPrefill
+from batchkv_worker.kv.schemes.packing import LayerShape, fit_model
+from batchkv_worker.kv.schemes.spec import SchemeSpec
 from parity.harness import Row, drain, submit
 from support import tiny_models
 
@@ -109,6 +114,9 @@ class OnCpu(CudaBackend):
 
     launches_beside: bool = False
 
+    def plans_attention(self, *_: Any) -> bool:
+        return True
+
     def launch(self) -> Any:
         return None
 
@@ -165,3 +173,57 @@ def test_chunks_have_few_shapes_under_each_scheme(
     chunks = {one for one in seen if one[1] > 1}
     assert chunks and {rows for rows, _ in chunks} <= {1, 2, 4, 8}
     assert {tokens for _, tokens in chunks} <= set(backend.LENGTHS)
+
+
+def test_parts_of_buffers_are_handed_over_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is for strides, too: those of a buffer say how long the longest prompt is."""
+    seen: set[tuple[Any, ...]] = set()
+    real = mx.fast.scaled_dot_product_attention
+
+    def watched(queries: mx.array, *both: mx.array, **named: Any) -> mx.array:
+        mx.eval(queries, both)
+        seen.add(tuple(np.array(one, copy=False).strides for one in both))
+        return real(queries, *both, **named)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    queries = mx.random.normal((8, 4, 64, 16))
+    for capacity in (192, 256, 300):
+        keys, values = (mx.random.normal((8, 2, capacity, 16))[..., :128, :] for _ in range(2))
+        plain = GenericBackend().attention(queries, keys, values, 0.25, "causal", None)
+        seen.clear()
+        found = CudaBackend().attention(queries, keys, values, 0.25, "causal", None)
+        assert mx.allclose(found, plain, atol=1e-6)
+        assert seen == {((2 * 128 * 16 * 4, 128 * 16 * 4, 16 * 4, 4),) * 2}
+
+
+def test_pads_are_counted_where_layers_are_held_back() -> None:
+    """A layer that pads copies its keys and values, whatever the scheme."""
+    counted: list[int] = []
+
+    class Counting(type(UNPACED)):  # type: ignore[misc]
+        def follow(self, output: mx.array, num_dense: int) -> None:
+            counted.append(num_dense)
+
+    backends = OnCpu(), GenericBackend(), LikeOld()
+    wanted = 8 * 128 * 2 * (16 + 16), None, 0
+    for made, count in zip(backends, wanted, strict=True):
+        shape = LayerShape(2, 16, 16)
+        scheme = fit_model(SchemeSpec.parse("float"), [shape])[0]
+        layer = AttentionPrefill(LayerAttention(made, scheme, mx.float32), None, 100, 100)
+        layer.pacing = Counting()
+        keys, values = layer.update_and_fetch(*(mx.zeros((7, 2, 100, 16)) for _ in range(2)))
+        assert layer.handed_out(keys, values, "causal")
+        counted.clear()
+        if count is None:
+            assert layer.attend is None
+        else:
+            assert layer.attend is not None
+            layer.attend(mx.zeros((7, 4, 100, 16)), 0.25, "causal", None)
+            assert counted == [count]
+
+
+@dataclass(frozen=True, eq=False)
+class LikeOld(GenericBackend):
+    """Pads nothing, and has no fused kernel."""
+
+    has_fused_attention: bool = False

@@ -22,6 +22,7 @@ from batchkv_worker.kv.schemes.packing import LayerScheme
 MOST_PADDED = 2**26  # numbers of keys: 128 MiB in half precision
 FEW_TOKENS = 1024  # rows times columns to which few rows are padded: they cost nothing more
 MOST_ROWS = 8  # to which few rows are padded
+MOST_SIZE, SIZE_MULTIPLE = 128, 8  # of heads whose attention MLX plans
 LENGTHS = (128, 256, 384, 512, 768, 1024)  # to which short prompts are padded; then multiples of
 LENGTHS_MULTIPLE = 512
 KEYS_MULTIPLE = 64  # of keys to which chunks with history are padded
@@ -35,7 +36,6 @@ class CudaBackend(GpuBackend):
     columns_multiple: int = 64
     rows_multiple: int = 8
     launches_beside: bool = True
-    pads_attention: bool = True
     joins_groups: bool = True  # the host launches a chunk in the time of 500 tokens and more
     most_joined: int = 2**27  # prompts of 64 slots behind a few hundred tokens, in one chunk
     usual_chunk: int = 2048
@@ -76,6 +76,9 @@ class CudaBackend(GpuBackend):
         if padded > rows or more or before:
             width = [(0, padded - rows), (0, 0), (before, more), (0, 0)]
             queries = mx.pad(queries, width)
+        elif mask == "causal" and keys.size <= MOST_PADDED:
+            # A plan is for strides, too, and a chunk may be a part of a buffer of any size.
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
         out = super().attention(queries, keys, values, scale, mask, sinks)
         if (out.shape[0], out.shape[2]) == (rows, length):
             return out
@@ -89,6 +92,11 @@ class CudaBackend(GpuBackend):
         more = to - columns
         is_small = length > 1 and padded * numbers * (columns + more) <= MOST_PADDED
         return (padded, more) if is_small else (rows, 0)
+
+    def plans_attention(self, dtype: mx.Dtype, size: int) -> bool:
+        """For other numbers and heads MLX has kernels of its own, which keep scores in memory."""
+        is_half = dtype in (mx.float16, mx.bfloat16)
+        return is_half and size <= MOST_SIZE and size % SIZE_MULTIPLE == 0
 
     def attended_shape(
         self, rows: int, length: int, columns: int, numbers: int
