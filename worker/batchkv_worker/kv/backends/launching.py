@@ -21,6 +21,7 @@ and serves the next one.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -282,9 +283,12 @@ _left: list[Beside] = []  # a thread that no engine has, if there is one
 
 
 def end_thread() -> None:
-    """End the thread that waits for an engine, if there is one."""
+    """End the thread that waits for an engine, if there is one; before the process ends, too."""
     while _left:
         _left.pop().end()
+
+
+atexit.register(end_thread)
 
 
 def share_stream() -> None:
