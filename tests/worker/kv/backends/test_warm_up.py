@@ -65,6 +65,22 @@ def a_launch(launches: Any) -> float:
     return float(array.sum().item())
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of each call of MLX's attention: shapes and strides, the mask, and the scale."""
+    found: list[Any] = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def watched(*arrays: mx.array, mask: Any, **named: Any) -> mx.array:
+        mx.eval(arrays)
+        views = [np.array(one, copy=False) for one in arrays]
+        found.append(([(one.shape, one.strides) for one in views], mask, named["scale"]))
+        return real(*arrays, mask=mask, **named)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    return found
+
+
 # -- which shapes
 
 
@@ -100,17 +116,7 @@ def test_the_usual_shapes_behind_prefixes_follow() -> None:
             assert 2 * shape[0] * shape[2] * numbers <= backend.most_joined, "it would be cut"
 
 
-def test_the_call_is_that_of_a_chunk_behind_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    real = mx.fast.scaled_dot_product_attention
-
-    def watched(*arrays: mx.array, mask: Any, **named: Any) -> mx.array:
-        mx.eval(arrays)
-        views = [np.array(one, copy=False) for one in arrays]
-        calls.append(([(one.shape, one.strides) for one in views], mask))
-        return real(*arrays, mask=mask, **named)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+def test_the_call_is_that_of_a_chunk_behind_a_prefix(calls: list[Any]) -> None:
     queries = mx.random.normal((36, 40, 4, 16)).transpose(0, 2, 1, 3)
     keys, values = (mx.random.normal((36, 2, 608 + 40, 16)) for _ in range(2))
     CudaBackend().attention(queries, keys, values, 0.25, "causal", None)
@@ -121,18 +127,8 @@ def test_the_call_is_that_of_a_chunk_behind_a_prefix(monkeypatch: pytest.MonkeyP
     assert calls[1] == calls[0]
 
 
-def test_the_call_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_is_that_of_a_chunk(calls: list[Any]) -> None:
     """Shapes, strides and mask find MLX's plan. A chunk's rows with pads are in one piece."""
-    calls: list[Any] = []
-    real = mx.fast.scaled_dot_product_attention
-
-    def watched(*arrays: mx.array, mask: Any, **named: Any) -> mx.array:
-        mx.eval(arrays)
-        views = [np.array(one, copy=False) for one in arrays]
-        calls.append(([(one.shape, one.strides) for one in views], mask, named["scale"]))
-        return real(*arrays, mask=mask, **named)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
     rows, tokens = 10, 190  # of 2,048; the width is 192
     queries, keys, values = (
         mx.random.normal((rows, 192, heads, 16)).transpose(0, 2, 1, 3) for heads in (4, 2, 2)
@@ -179,7 +175,8 @@ def test_attention_that_mlx_does_not_plan_is_left_out() -> None:
 def test_plans_are_made_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the launching thread on a stream of its own; the engine's thread goes on with its own."""
     shapes = [(2, 64), (4, 32), (8, 16)]
-    monkeypatch.setattr(warm_up, "chunk_shapes", lambda *_: shapes)
+    monkeypatch.setattr(warm_up, "chunk_shapes", lambda *_: shapes[:2])
+    monkeypatch.setattr(warm_up, "shapes_behind", lambda *_: [(8, 16, 48)])
     seen: list[tuple[str, Any, Any]] = []
     real = mx.fast.scaled_dot_product_attention
 

@@ -10,6 +10,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from batchkv_worker.kv.attention.paths import LayerAttention
 from batchkv_worker.kv.attention.shared_prefix import attend
+from batchkv_worker.kv.backends.generic import largest_power
 from batchkv_worker.kv.types import PackedKV
 
 MAX_DENSE = 2**25  # numbers of dense keys and values at once: 64 MiB in half precision
@@ -83,7 +84,7 @@ def _slices(num_rows: int, most: int) -> list[tuple[slice, int]]:
     Parts of equal sizes, which are powers of two, need one plan on CUDA. So the last one begins
     with rows that are computed already.
     """
-    size = 1 << (max(1, most).bit_length() - 1)
+    size = largest_power(most)
     if num_rows <= size:
         return [(slice(0, num_rows), 0)]
     starts = range(0, num_rows, size)

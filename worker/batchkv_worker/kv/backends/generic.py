@@ -29,6 +29,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def largest_power(most: int) -> int:
+    """The largest power of two of at most ``most``; 1 for less."""
+    return 1 << (max(1, most).bit_length() - 1)
+
+
 @dataclass(frozen=True, eq=False)
 class GenericBackend:
     """Implements ``Backend`` with MLX's own kernels; the model stays as mlx-lm made it."""

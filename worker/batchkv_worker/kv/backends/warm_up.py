@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from batchkv_worker.kv.backends.contract import Backend, Early
+from batchkv_worker.kv.backends.generic import largest_power
 from batchkv_worker.kv.backends.launching import Beside, Launches, choose
 
 log = logging.getLogger("batchkv.engine")
@@ -89,9 +90,9 @@ def shapes_behind(backend: Backend, numbers: int) -> list[tuple[int, int, int]]:
             rows = max(1, min(most, backend.usual_chunk // own))
             width = backend.padded_width(own)
             for prefix in PREFIXES:
-                part = max(1, backend.most_joined // (2 * numbers * (prefix + width)))
-                some = min(rows, 1 << (part.bit_length() - 1))
-                shape = backend.attended_shape(some, width, prefix + width, numbers)
+                columns = prefix + width
+                part = largest_power(backend.most_joined // (2 * numbers * columns))
+                shape = backend.attended_shape(min(rows, part), width, columns, numbers)
                 found[shape] = found.get(shape, 0.0) + often / (own * prefix)
     return sorted(found, key=lambda shape: -found[shape])[:MOST_BEHIND]
 
