@@ -5,8 +5,9 @@
 Prints, for each workload, the median wall time of both sides, their ratio (above 1 the engine is
 faster) and how many rows have equal greedy tokens; ``--baseline-best`` adds the baseline sorted by
 length with its best ``prefill_batch_size``. Each side has a process of its own, which waits while
-another runs. On CUDA the engine launches as batchkv does, without CUDA graphs, and mlx-lm as MLX
-does by default, with them. Each run is told on standard error when it has ended.
+another runs. On CUDA the engine has its device prepared as a worker does: without CUDA graphs, and
+with a thread that launches. mlx-lm launches as MLX does by default. Each run is told on standard
+error when it has ended.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from workloads import MODELS, WORKLOADS, Workload, build_model  # noqa: E402
 from batchkv_worker.bench.batches import NoText  # noqa: E402
 from batchkv_worker.engine.engine import Engine, EngineConfig  # noqa: E402
 from batchkv_worker.events import Completed  # noqa: E402
+from batchkv_worker.kv.backends.device import prepare_device  # noqa: E402
 from batchkv_worker.kv.layers.discover import discover  # noqa: E402
 from batchkv_worker.model.loader import LoadedModel  # noqa: E402
 from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
@@ -50,6 +52,7 @@ from batchkv_worker.sequence import Generation, Sequence  # noqa: E402
 Tokens = list[list[int]]
 Run = tuple[float, Tokens, int]  # seconds, tokens of each row, peak bytes
 Side = Callable[[Any, Workload], Run]
+ENGINE = "engine"  # batchkv's side
 
 
 def on_gpu() -> bool:
@@ -178,7 +181,7 @@ def sides_of(args: argparse.Namespace) -> dict[str, Side]:
     """What is compared, by name: each runs a workload on a model."""
     slots = args.slots
     sides: dict[str, Side] = {
-        "engine": lambda model, workload: run_engine(
+        ENGINE: lambda model, workload: run_engine(
             model, workload, slots, args.scheme, args.chunk_tokens
         ),
         "baseline": lambda model, workload: run_baseline(model, workload, slots),
@@ -197,6 +200,8 @@ def sides_of(args: argparse.Namespace) -> dict[str, Side]:
 
 def serve(name: str, args: argparse.Namespace, connection: Connection) -> None:
     """A process of one side: runs the workload that it is told, until it is told none."""
+    if name == ENGINE:
+        prepare_device(wired_limit=False)
     model = build_model(args.model, mx.bfloat16 if on_gpu() else mx.float32)
     run = sides_of(args)[name]
     while (workload := connection.recv()) is not None:
@@ -218,7 +223,7 @@ class Sides:
         for name in sides_of(args):
             ours, theirs = context.Pipe()
             # The engine launches as batchkv does, and the others as MLX does by default.
-            os.environ[GRAPHS] = OURS if name == "engine" else THEIRS
+            os.environ[GRAPHS] = OURS if name == ENGINE else THEIRS
             context.Process(target=serve, args=(name, args, theirs), daemon=True).start()
             theirs.close()  # a process that dies is then read as an end of file
             self._ends[name] = ours
@@ -249,7 +254,7 @@ def compare(sides: Sides, name: str, args: argparse.Namespace) -> dict[str, Any]
             if turn >= args.warm_up:
                 spent.append(last[side][0])
     medians = {side: statistics.median(spent) for side, spent in times.items()}
-    equal = sum(a == b for a, b in zip(last["engine"][1], last["baseline"][1], strict=True))
+    equal = sum(a == b for a, b in zip(last[ENGINE][1], last["baseline"][1], strict=True))
     return {
         "workload": name,
         "jobs": len(workload.prompts),
@@ -257,7 +262,7 @@ def compare(sides: Sides, name: str, args: argparse.Namespace) -> dict[str, Any]
         "generated_tokens": workload.num_generated,
         "seconds": {side: round(value, 3) for side, value in medians.items()},
         "all_seconds": {side: [round(s, 3) for s in spent] for side, spent in times.items()},
-        "ratio": {n: round(v / medians["engine"], 2) for n, v in medians.items() if n != "engine"},
+        "ratio": {n: round(v / medians[ENGINE], 2) for n, v in medians.items() if n != ENGINE},
         "peak_mb": {side: round(run[2] / 1e6, 1) for side, run in last.items()},
         "rows_equal": equal,
     }
