@@ -19,6 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from batchkv_worker.kept_files import KERNELS, dated, is_ours, remove
+from batchkv_worker.kv.kernels.named_code import is_named
 
 log = logging.getLogger("batchkv.engine")
 
@@ -38,18 +39,18 @@ def keep_in(home: Path, architecture: str) -> None:
     if os.environ.get(VARIABLE):
         return
     home = home.resolve()  # it may be a link, to another disk perhaps
-    folder = home / KERNELS / FOLDER / f"{mx.__version__}-{architecture}"
+    chosen = home / KERNELS / FOLDER / f"{mx.__version__}-{architecture}"
     try:
-        for one in (home, home / KERNELS, folder.parent, folder):
+        for one in (home, home / KERNELS, chosen.parent, chosen):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is that of the last alone
             if not is_ours(one.lstat()):
-                log.warning("MLX's kernels are not kept in %s: others may write %s", folder, one)
+                log.warning("MLX's kernels are not kept in %s: others may write %s", chosen, one)
                 return
-        _sweep(folder)
+        _sweep(chosen)
     except OSError as fault:
-        log.debug("MLX's kernels are not kept in %s: %s", folder, fault)
+        log.debug("MLX's kernels are not kept in %s: %s", chosen, fault)
         return
-    os.environ[VARIABLE] = str(folder)
+    os.environ[VARIABLE] = str(chosen)
 
 
 def compile_now(dtype: mx.Dtype) -> None:
@@ -92,16 +93,24 @@ def _lines(dtype: mx.Dtype) -> mx.array:
     return mx.zeros((_ROWS, _NUMBERS), dtype)
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(kept: Path) -> None:
     """Remove code that has had no names for a while: its process was killed while it wrote."""
     before = time.time() - _WRITING_SECONDS
-    code = [file for written, file in dated(folder.rglob(f"*{_CODE}")) if written < before]
+    code = [file for written, file in dated(kept.rglob(f"*{_CODE}")) if written < before]
     remove(file for file in code if not file.with_suffix(_NAMES).is_file())
 
 
+def folder() -> Path | None:
+    """Where MLX keeps code, if ``keep_in`` chose it."""
+    found = Path(os.environ.get(VARIABLE, ""))
+    return found if found.parent.parts[-2:] == (KERNELS, FOLDER) else None
+
+
 def _forget() -> None:
-    """Remove MLX's files, if the folder is one that ``keep_in`` chose."""
-    folder = Path(os.environ.get(VARIABLE, ""))
-    if folder.parent.parts[-2:] == (KERNELS, FOLDER):
-        endings = _SOURCE, _CODE, _NAMES, MARK
-        remove([file for file in folder.rglob("*") if file.suffix in endings])
+    """Remove MLX's files, if the folder is one that ``keep_in`` chose.
+
+    Code that batchkv keeps there stays: a kernel that another process makes now would miss it.
+    """
+    kept, endings = folder(), (_SOURCE, _CODE, _NAMES, MARK)
+    files = [] if kept is None else kept.rglob("*")
+    remove([file for file in files if file.suffix in endings and not is_named(file)])

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,31 +31,53 @@ from batchkv_worker.kv.kernels.launch import (
     View,
     cuda_launch,
 )
+from batchkv_worker.kv.kernels.named_code import NO_CODE, NamedCode, is_found
 from batchkv_worker.kv.kernels.nvrtc import Compiler, CompilerError, find_compiler
 
 log = logging.getLogger("batchkv.engine")
 
 _NAME = "NAME"  # in a text whose digest is a part of the name
+_TRIAL = Body("batchkv_trial", ("trial",), ("given",), ("found",))
+_THREADS = 32  # of the trial
 
 
 @cache
-def launch_for(home: Path | None) -> Launch:
-    """What makes kernels on this machine. Code is kept in a folder of ``home``; None: nowhere."""
+def launch_for(home: Path | None, mlx_folder: Path | None = None) -> Launch:
+    """What makes kernels on this machine. Code is kept in a folder of ``home``; None: nowhere.
+
+    ``mlx_folder`` is where MLX keeps what it compiles, if it may have files of ours. The first call
+    computes.
+    """
     compiler, architecture = find_compiler(), str(mx.device_info().get("architecture", ""))
     has_call = hasattr(mx.fast, "precompiled_cuda_kernel")
     if compiler is None or not has_call or not re.fullmatch(r"sm_\d+a?", architecture):
         log.debug("MLX compiles the kernels, for %s", architecture or "a device without a name")
         return cuda_launch
-    return CompiledLaunch(compiler, architecture, KeptCode(home and home / KERNELS))
+    launch = CompiledLaunch(compiler, architecture, KeptCode(home and home / KERNELS))
+    if mlx_folder is None:
+        return launch
+    by_name = replace(launch, named=NamedCode(mlx_folder), runs={})
+    return by_name if is_found(lambda: _is_right(by_name)) else launch
+
+
+def _is_right(launch: CompiledLaunch) -> bool:
+    """Whether a kernel of ``launch`` gives what it should."""
+    given, size = mx.arange(_THREADS, dtype=mx.int32), (_THREADS, 1, 1)
+    (found,) = launch(_TRIAL, ())([given], size, size, [(given.shape, given.dtype)])
+    return bool(mx.array_equal(found, given + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledLaunch:
-    """Implements ``Launch``. A program depends on its arrays' dtypes: the first call makes it."""
+    """Implements ``Launch``. A program depends on its arrays' dtypes: the first call makes it.
+
+    ``named``: calls give MLX no code, where it is kept there.
+    """
 
     compiler: Compiler
     architecture: str
     kept: KeptCode
+    named: NamedCode | None = None
     runs: dict[tuple[Body, tuple[Constant, ...]], Run] = field(default_factory=dict, repr=False)
 
     def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run:
@@ -75,13 +97,18 @@ class CompiledLaunch:
         name = f"{body.name}_{digest}"  # MLX knows kernels by their names alone
         program = program_of(name, body, constants, given, outputs)
         code = self.kept.of(digest, lambda: self.compiler.compile(program, name, self.architecture))
+        if self.named is not None and self.named.keep(name, code):
+            code = NO_CODE
         are_sized = zip(body.inputs, given, strict=True)
         return Made(name, code, tuple(bool(sizes_of(body, *one)) for one in are_sized))
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A kernel; ``are_sized``: whether it is given numbers for each of its inputs."""
+    """A kernel, with what is given of its ``code``.
+
+    ``are_sized``: whether it is given numbers for each of its inputs.
+    """
 
     name: str
     code: bytes

@@ -1,0 +1,144 @@
+"""Code that MLX finds by a kernel's name."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from batchkv_worker.kv.backends import mlx_kernels
+from batchkv_worker.kv.kernels import compiled_launch, named_code
+from batchkv_worker.kv.kernels.compiled_launch import CompiledLaunch, CompiledRun, launch_for
+from batchkv_worker.kv.kernels.draw import DrawKernel
+from batchkv_worker.kv.kernels.named_code import CODE, NAMES, NamedCode
+from worker.kv.kernels.cpp_compiler import HASH_OF_NOTHING, Calls, CppCompiler
+from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
+
+needs_compiler = pytest.mark.skipif(not is_there_a_compiler(), reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """A machine with CUDA whose MLX looks for code in a folder first."""
+    calls = Calls(mlx_folder=tmp_path / "mlx")
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", calls, raising=False)
+    monkeypatch.setattr(compiled_launch, "find_compiler", lambda: CppCompiler(tmp_path))
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90"})
+    return calls
+
+
+def launch(home: Path, folder: Path | None) -> CompiledLaunch:
+    launch_for.cache_clear()
+    found = launch_for(home, folder)
+    launch_for.cache_clear()
+    assert isinstance(found, CompiledLaunch)
+    return found
+
+
+@needs_compiler
+def test_the_hash_is_that_of_the_library_that_mlx_uses(tmp_path: Path) -> None:
+    program = tmp_path / "hash.cpp"
+    program.write_text(
+        "#include <cstdio>\n#include <functional>\n#include <string>\n"
+        "#ifndef __GLIBCXX__\n#error another library\n#endif\n"
+        'int main() { printf("%zx", std::hash<std::string>{}("")); }\n'
+    )
+    found = subprocess.run(["c++", str(program), "-o", str(tmp_path / "hash")], check=False)
+    if found.returncode:
+        pytest.skip("the compiler here has another library than GNU's")
+    said = subprocess.run([str(tmp_path / "hash")], check=True, capture_output=True, text=True)
+    assert said.stdout == HASH_OF_NOTHING
+    assert (f"_{HASH_OF_NOTHING}.ptx", f"_{HASH_OF_NOTHING}.txt") == (CODE, NAMES)
+
+
+@needs_compiler
+def test_launches_give_no_code_where_mlx_finds_it(made: Calls, tmp_path: Path) -> None:
+    """Their results are the same, and code that is kept is compiled for neither."""
+    logits, given = mx.random.normal((2, 100)), mx.zeros((2, 5))
+    wanted = DrawKernel(CppLaunch(tmp_path))(logits, given)
+    found = launch(tmp_path, made.mlx_folder)
+    assert found.named == NamedCode(tmp_path / "mlx")
+    assert mx.array_equal(DrawKernel(found)(logits, given), wanted)
+    for run in found.runs.values():
+        assert isinstance(run, CompiledRun)
+        (kernel,) = run._made.values()
+        assert kernel is not None and kernel.code == b""
+    assert len(found.runs) == 2  # the trial, and the kernel
+    again = launch(tmp_path, made.mlx_folder)
+    assert mx.array_equal(DrawKernel(again)(logits, given), wanted)
+    assert isinstance(again.compiler, CppCompiler) and not again.compiler.compiled
+
+
+@needs_compiler
+@pytest.mark.parametrize("reason", ["MLX looks elsewhere", "another kernel", "no folder"])
+def test_launches_give_the_code_where_mlx_does_not_find_it(
+    reason: str, made: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, given = mx.random.normal((2, 100)), mx.zeros((2, 5))
+    folder = None if reason == "no folder" else tmp_path / "mlx"
+    if reason == "MLX looks elsewhere":
+        made.mlx_folder = tmp_path / "another"
+    if reason == "another kernel":
+        monkeypatch.setattr(compiled_launch, "_is_right", lambda launch: False)
+    found = launch(tmp_path, folder)
+    assert found.named is None
+    wanted = DrawKernel(CppLaunch(tmp_path))(logits, given)
+    assert mx.array_equal(DrawKernel(found)(logits, given), wanted)
+
+
+@needs_compiler
+def test_launches_give_the_code_where_no_file_can_be_written(made: Calls, tmp_path: Path) -> None:
+    """The disk fills up after the trial, say."""
+    found = launch(tmp_path, made.mlx_folder)
+    for file in (tmp_path / "mlx").iterdir():
+        file.unlink()
+    (tmp_path / "mlx").rmdir()
+    (tmp_path / "mlx").write_text("no folder")
+    logits, given = mx.random.normal((2, 100)), mx.zeros((2, 5))
+    wanted = DrawKernel(CppLaunch(tmp_path))(logits, given)
+    assert mx.array_equal(DrawKernel(found)(logits, given), wanted)
+
+
+def test_a_file_with_other_content_is_written_again(tmp_path: Path) -> None:
+    named = NamedCode(tmp_path)
+    assert named.keep("kernel", b"code")
+    for ending in (CODE, NAMES):
+        (tmp_path / f"kernel{ending}").write_bytes(b"co")
+        assert named.keep("kernel", b"code")
+    assert (tmp_path / f"kernel{CODE}").read_bytes() == b"code"
+    assert (tmp_path / f"kernel{NAMES}").read_text() == "kernel\tkernel\n"
+    written = (tmp_path / f"kernel{CODE}").stat().st_ino
+    assert named.keep("kernel", b"code")
+    assert (tmp_path / f"kernel{CODE}").stat().st_ino == written
+
+
+def test_the_oldest_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_code, "MAX_FILES", 2)
+    (tmp_path / "gather.ptx").write_bytes(b"a kernel of MLX's own")
+    dates = iter(range(10))
+    monkeypatch.setattr(
+        named_code, "dated", lambda files: [(float(file.name[0]), file) for file in files]
+    )
+    for date in dates:
+        assert NamedCode(tmp_path).keep(f"{date}", b"code")
+    left = sorted(file.name for file in tmp_path.iterdir())
+    assert left == [f"8{CODE}", f"8{NAMES}", f"9{CODE}", f"9{NAMES}", "gather.ptx"]
+
+
+def test_code_of_ours_stays_where_mlx_has_to_compile_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of MLX's was spoilt. Another worker may be about to use one of ours."""
+    monkeypatch.setenv(mlx_kernels.VARIABLE, "")
+    assert mlx_kernels.folder() is None
+    mlx_kernels.keep_in(tmp_path, "sm_90")
+    folder = mlx_kernels.folder()
+    assert folder is not None and folder.is_relative_to(tmp_path)
+    assert NamedCode(folder).keep("kernel", b"code")
+    (folder / "gather.ptx").write_bytes(b"half")
+    mlx_kernels._forget()
+    assert sorted(file.name for file in folder.iterdir()) == [f"kernel{CODE}", f"kernel{NAMES}"]
+    monkeypatch.setenv(mlx_kernels.VARIABLE, str(tmp_path))
+    assert mlx_kernels.folder() is None  # one that a user named

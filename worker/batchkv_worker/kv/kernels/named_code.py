@@ -1,0 +1,74 @@
+"""Machine code that MLX finds by the name of a kernel, so that no launch has to give it.
+
+MLX knows a kernel that is compiled already by its name and a hash of its code. It hashes the code
+at each launch: 9 to 43 KB. That took 6 % of the time in which an H200's host launched a step. But
+before MLX takes the code, it looks for a file in its folder of compiled code (``jit_module.cpp``).
+So the code lies there under the name that MLX gives to a kernel without code, and no call has any.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchkv_worker.kept_files import dated, remove, write_whole
+
+log = logging.getLogger("batchkv.engine")
+
+NO_CODE = b""
+MAX_FILES = 500  # the oldest are removed
+_HASH = 0x553E93901E462A6E  # of no bytes, as GNU's C++ library has it
+CODE, NAMES = f"_{_HASH:x}.ptx", f"_{_HASH:x}.txt"  # the endings of MLX's files
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCode:
+    """``folder`` is the one in which MLX looks."""
+
+    folder: Path
+
+    def keep(self, name: str, code: bytes) -> bool:
+        """Whether MLX finds ``code`` if it is asked for the kernel ``name`` and given NO_CODE."""
+        file, names = self.folder / f"{name}{CODE}", self.folder / f"{name}{NAMES}"
+        line = f"{name}\t{name}\n".encode()
+        try:
+            if _has(names, line) and _has(file, code):
+                return True
+            write_whole(names, line)  # first: code without names is swept (``mlx_kernels.py``)
+            write_whole(file, code)
+        except OSError as fault:
+            log.debug("launches give MLX the code of %s: %s", name, fault)
+            return False
+        self._remove_oldest()
+        return True
+
+    def _remove_oldest(self) -> None:
+        by_age = sorted(dated(self.folder.glob(f"*{CODE}")), reverse=True)
+        for _, file in by_age[MAX_FILES:]:
+            remove([file, file.with_suffix(Path(NAMES).suffix)])
+
+
+def is_named(file: Path) -> bool:
+    """Whether a file in MLX's folder is one that ``NamedCode`` wrote."""
+    return file.name.endswith((CODE, NAMES))
+
+
+def is_found(run: Callable[[], bool]) -> bool:
+    """Whether MLX looks there: ``run`` runs a kernel that is kept, and says if it was right."""
+    try:
+        found = run()
+    except (RuntimeError, ValueError, TypeError) as fault:
+        log.debug("MLX does not find code by a kernel's name: %s", fault)
+        return False
+    if not found:
+        log.debug("MLX finds other code by a kernel's name")
+    return found
+
+
+def _has(file: Path, content: bytes) -> bool:
+    try:
+        return file.read_bytes() == content
+    except FileNotFoundError:
+        return False
