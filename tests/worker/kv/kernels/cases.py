@@ -55,8 +55,11 @@ class Case:
     def layout(self) -> RecordLayout:
         return RecordLayout.of(self.scheme, self.dtype)
 
-    def kernels(self, launch: Launch, *, matrices: bool = False) -> DecodeKernels:
-        return DecodeKernels.of(self.layout, self.lines, launch, matrices=matrices)
+    def kernels(
+        self, launch: Launch, *, matrices: bool = False, counts: bool = False
+    ) -> DecodeKernels:
+        what = self.layout, self.lines, launch
+        return DecodeKernels.of(*what, matrices=matrices, counts=counts)
 
 
 def has_matrices(case: Case) -> bool:
@@ -200,9 +203,9 @@ class Sample:
         found = sum(add(part) for add, part in zip(sums, weights, strict=False))
         return (found / mx.maximum(total, 1e-30)).reshape(rows, heads, 1, -1)
 
-    def check(self, launch: Launch, *, matrices: bool = False) -> None:
+    def check(self, launch: Launch, *, matrices: bool = False, counts: bool = False) -> None:
         """The kernels' result is that of float32, except for the rounding of the result."""
-        kernels = self.case.kernels(launch, matrices=matrices)
+        kernels = self.case.kernels(launch, matrices=matrices, counts=counts)
         given = self.queries, self.records, self.bounds, self.longest, SCALE
         found = kernels.attend(*given, self.sinks, self.partials)
         compare(found, self.wanted(), self.case)

@@ -69,14 +69,17 @@ class Recorded:
         return run
 
 
-def runs_of(case: Case, *, matrices: bool) -> list[Made]:
+def runs_of(case: Case, *, is_metal: bool) -> list[Made]:
     """Each kernel of a layer with its arguments."""
+    matrices = not is_metal and has_matrices(case)
     launch, sample = Recorded(), Sample.of(case, (300,))
     for form in (False, True) if matrices else (False,):
         kernels = case.kernels(launch, matrices=form)
-        for longest in (256, 300):  # one split, and several
+        for longest in (256, 2000):  # one split, and several
             given = sample.queries, sample.records, sample.bounds, longest, SCALE
             kernels.attend(*given, sample.sinks, sample.partials)
+        counting = case.kernels(launch, matrices=form, counts=not is_metal)
+        counting.attend(*given, sample.sinks, sample.partials)
     kernels.attend_alone(sample.queries, sample.records, sample.bounds, 300, SCALE)
     token = mx.zeros((1, 2, 1, case.key_size), case.dtype)
     kernels.pack(token, mx.zeros((1, 2, 1, case.value_size), case.dtype))
@@ -235,9 +238,9 @@ def main(dialects: Sequence[str]) -> int:
             print(f"{dialect}: {tools[dialect]} is not installed")
             continue
         for number, case in enumerate(CASES):
-            runs = runs_of(case, matrices=dialect != "metal" and has_matrices(case))
+            runs = runs_of(case, is_metal=dialect == "metal")
             if 1 < number < len(CASES) - 2:  # others depend on the scheme alone
-                runs = [run for run in runs if run[0].name.endswith("splits")]
+                runs = [run for run in runs if "splits" in run[0].name]
             for body, *rest in runs:
                 with tempfile.TemporaryDirectory() as folder:
                     try:

@@ -57,13 +57,15 @@ class CppLaunch:
 
     ``faults`` are texts of the sources and what replaces them, in which ``FAULT(n)`` is whether
     fault ``n`` is planted: that is ``fault``, None for none. ``counts`` has the runs of each body.
-    ``as_on_gpu``: numbers are packed by MLX's rules on GPUs.
+    ``as_on_gpu``: numbers are packed by MLX's rules on GPUs. ``is_backward``: threadgroups run from
+    the last one to the first. A kernel that leaves an input changed is an error.
     """
 
     folder: Path
     faults: tuple[tuple[str, str], ...] = ()
     fault: int | None = None
     as_on_gpu: bool = False
+    is_backward: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, body: Body, constants: tuple[Constant, ...]) -> Run:
@@ -93,7 +95,9 @@ class CppLaunch:
         ]
         library = _compiled(self._text(body, types, constants), self.folder)
         ctypes.c_int.in_dll(library, "planted").value = -1 if self.fault is None else self.fault
+        ctypes.c_int.in_dll(library, "is_backward").value = int(self.is_backward)
         arrays = [CppArray.of(one) for one in inputs]
+        before = [one.memory.copy() for one in arrays]
         arrays += [CppArray.empty(*output) for output in outputs]
         groups = (ctypes.c_int * 3)(grid[0] // group[0], grid[1], grid[2])
         failed = library.run(
@@ -104,6 +108,8 @@ class CppLaunch:
         )
         if failed:
             raise RuntimeError(f"{body.name}: {_FAULTS[failed]}")
+        for name, one, was in zip(body.inputs, arrays, before, strict=False):
+            assert np.array_equal(one.memory, was), f"{body.name} changes {name}"
         self.counts[body.name] = self.counts.get(body.name, 0) + 1
         return [one.result(body.name) for one in arrays[len(inputs) :]]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.kv.kernels import decode
 from batchkv_worker.kv.kernels.decode import Partials
 from worker.kv.kernels.cases import (
     LENGTHS,
@@ -223,6 +224,47 @@ def test_rows_of_one_split_need_one_kernel(matrices: bool, folder: Path) -> None
     assert launch.counts == {f"batchkv_{'matrix_' * matrices}splits_jps": 1}
     assert mx.array_equal(one, kernels.attend(*given, kernels.split + 1, SCALE, *rest))
     compare(one, sample.wanted(), sample.case)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_the_last_threadgroup_joins_splits_as_a_kernel_does(
+    case: Case, is_backward: bool, folder: Path
+) -> None:
+    """The same bits, whichever it is: rows of none to many splits, prefixes and sinks.
+
+    The launch sees that the counters are as they were.
+    """
+    matrices = has_matrices(case)
+    launch = CppLaunch(folder, is_backward=is_backward)
+    split = case.kernels(launch, matrices=matrices).split
+    lengths = 0, 1, split, split + 1, 3 * split - 1, 0
+    sample = Sample.of(replace(case, rows=len(lengths)), lengths)
+    given = sample.queries, sample.records, sample.bounds, 3 * split, SCALE
+    rest = sample.sinks, sample.partials
+    kernels = case.kernels(launch, matrices=matrices, counts=True)
+    found = kernels.attend(*given, *rest)
+    letters = "l" + "p" * (case.depth > 0) + "s" * case.has_sinks
+    assert launch.counts == {f"batchkv_{'matrix_' * matrices}splits_{letters}": 1}
+    assert mx.array_equal(found, case.kernels(launch, matrices=matrices).attend(*given, *rest))
+    compare(found, sample.wanted(), case)
+    assert kernels.counters is not None and not kernels.counters.any().item()
+
+
+def test_more_rows_than_are_counted_need_a_kernel_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, launch = CASES[0], CppLaunch(folder)
+    monkeypatch.setattr(decode, "_MOST_COUNTED", case.rows * case.scheme.shape.num_heads - 1)
+    sample = Sample.of(case, (40,))
+    kernels = case.kernels(launch, counts=True)
+    given = sample.queries, sample.records, sample.bounds, kernels.split + 1, SCALE
+    found = kernels.attend(*given)
+    assert set(launch.counts) == {"batchkv_splits", "batchkv_merge"}
+    monkeypatch.undo()
+    assert mx.array_equal(found, case.kernels(launch, counts=True).attend(*given))
+    assert "batchkv_splits_l" in launch.counts
 
 
 def test_attention_alone_is_joined_with_more(folder: Path) -> None:

@@ -211,6 +211,20 @@ FAULTS = [
 ]
 CHANGES = tuple((text, other) for _, _, text, other in FAULTS)
 
+# The same, where the last threadgroup joins the splits.
+LAST_FAULTS = [
+    ("another threadgroup joins", "*is_last == 0", "*is_last == FAULT(60)"),
+    ("no threadgroup is the last", "max(num_splits, 1)", "max(num_splits, 1) + FAULT(61)"),
+    ("rows without columns have none", "max(num_splits, 1)", "max(num_splits, 1 - FAULT(62))"),
+    ("heads share a counter", "row * GROUPS_X + head,", "row * GROUPS_X + head * !FAULT(63),"),
+    (
+        *("splits of another head are read", "(row * int64_t(GROUPS_X) + head) * GROUPS_Y"),
+        "(row * int64_t(GROUPS_X) + (head ^ FAULT(64))) * GROUPS_Y",
+    ),
+    ("a split is left out", "int(GROUPS_Y));", "int(GROUPS_Y) - FAULT(65));"),
+    ("another one's sum is taken", "VALUE_SIZE + 1)\n", "VALUE_SIZE + 1 - FAULT(66))\n"),
+]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -241,6 +255,22 @@ def test_planted_faults_are_seen(sample: Sample, folder: Path) -> None:
     assert not unseen
 
 
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_faults_where_the_last_threadgroup_joins_are_seen(is_backward: bool, folder: Path) -> None:
+    """Each of them in rows of none to three splits."""
+    launch = CppLaunch(folder, is_backward=is_backward)
+    sample = Sample.of(replace(MIXED, rows=4), (513, 290, 0, 31))
+    sample.check(launch, counts=True)
+    unseen = []
+    for number, (what, text, other) in enumerate(LAST_FAULTS, 60):
+        try:
+            sample.check(replace(launch, faults=((text, other),), fault=number), counts=True)
+            unseen.append(what)
+        except (AssertionError, RuntimeError):
+            continue
+    assert not unseen
+
+
 def test_each_fault_changes_a_source() -> None:
     """A fault whose text is in no source would be planted nowhere."""
     sources = [
@@ -249,3 +279,5 @@ def test_each_fault_changes_a_source() -> None:
     ]
     for what, _, text, _ in FAULTS:
         assert any(text in source for source in sources), what
+    for what, text, _ in LAST_FAULTS:
+        assert source_text("last").count(text) == 1, what

@@ -54,6 +54,9 @@ static inline float ceil(float number) { return ceilf(number); }
 #define LOWER(type, word) float(FROM_BITS(type, word))
 #define UPPER(type, word) float(FROM_BITS(type, (word) >> 16))
 #define ADD_ONE(counter) ((*(counter))++)
+#define IS_LAST(counter, number) is_last_of((uint32_t*)(counter), number)
+#define ALL_SEE
+#define SEEN(number) (*(number))
 #ifndef READS_WIDE
 #define READS_WIDE 1
 #endif
@@ -74,6 +77,12 @@ static inline TO as(FROM from) {
   return to;
 }
 
+
+static inline uint32_t is_last_of(uint32_t* counter, uint32_t number) {
+  const uint32_t most = number - 1, old = *counter;
+  *counter = old >= most ? 0 : old + 1;
+  return old == most;
+}
 
 template <typename N>
 static inline N min(N one, N other) {
@@ -128,8 +137,9 @@ struct half {
   }
 };
 
-extern "C" int planted;
+extern "C" int planted, is_backward;
 int planted = -1;
+int is_backward = 0;  // whether threadgroups run from the last one to the first
 #define FAULT(number) (planted == number)
 
 constexpr int MOST_THREADS = 512;
@@ -367,12 +377,13 @@ static int run_groups(const int* groups, int threads) {
   GROUPS_X = groups[0];
   GROUPS_Y = groups[1];
   GROUPS_Z = groups[2];
-  for (GROUP_Z = 0; GROUP_Z < GROUPS_Z && !failed; GROUP_Z++) {
-    for (GROUP_Y = 0; GROUP_Y < GROUPS_Y && !failed; GROUP_Y++) {
-      for (GROUP_X = 0; GROUP_X < GROUPS_X && !failed; GROUP_X++) {
-        failed = run_group((GROUP_X + GROUP_Y + GROUP_Z) % 2);
-      }
-    }
+  const int num_runs = GROUPS_X * GROUPS_Y * GROUPS_Z;
+  for (int run = 0; run < num_runs && !failed; run++) {
+    const int group = is_backward ? num_runs - 1 - run : run;
+    GROUP_X = group % GROUPS_X;
+    GROUP_Y = group / GROUPS_X % GROUPS_Y;
+    GROUP_Z = group / GROUPS_X / GROUPS_Y;
+    failed = run_group((GROUP_X + GROUP_Y + GROUP_Z) % 2);
   }
   free(stacks);
   return failed;

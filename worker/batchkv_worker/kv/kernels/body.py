@@ -113,18 +113,31 @@ def chunk_body(*, dense: bool, behind: bool) -> Body:
 
 @cache
 def splits_body(
-    *, matrices: bool, joined: bool = False, prefixes: bool = False, sinks: bool = False
+    *,
+    matrices: bool,
+    joined: bool = False,
+    last: bool = False,
+    prefixes: bool = False,
+    sinks: bool = False,
 ) -> Body:
     """Attention to splits. ``matrices``: with products of matrices, for dialects that have them.
 
     ``joined``: no row has more than one split, so the result is also joined with the rest.
+    ``last``: the last threadgroup of a row and KV head does so for all of their splits.
     """
-    flags = ("JOINED", joined), ("PREFIXES", prefixes), ("SINKS", sinks), ("ALONE", False)
+    whole = ("PREFIXES", prefixes), ("SINKS", sinks), ("ALONE", False)
+    flags = ("JOINED", joined), ("LAST", last), *whole
+    files = ["matrix_splits" if matrices else "splits", "finish"]
+    files += [name for name, is_in in (("last", last), ("join", joined or last)) if is_in]
     return Body(
         _named(f"batchkv_{'matrix_' if matrices else ''}splits", flags),
-        ("matrix_splits" if matrices else "splits", "finish", *(["join"] if joined else [])),
-        ("queries", "records", "bounds", *_joined_inputs(prefixes, sinks)),
-        ("out",) if joined else ("splits",),
+        tuple(files),
+        (
+            *("queries", "records", "bounds"),
+            *(["counters"] if last else []),
+            *_joined_inputs(prefixes, sinks),
+        ),
+        ("out",) if joined else ("out", "splits") if last else ("splits",),
         ("pairs",) if matrices else (),
         _numbers(flags),
     )

@@ -1,14 +1,16 @@
 """Attention of decode steps over records, and the records of a step, as a few kernels.
 
-The first kernel attends to a split of a row's columns, for all query heads of a KV head. The second
-joins these splits, in order, with the partial results of shared prefixes and with sinks. So
-the result does not depend on the device's schedule, nor on the columns at which rows begin.
+A threadgroup attends to a split of a row's columns, for all query heads of a KV head. A second
+kernel joins these splits, in order, with the partial results of shared prefixes and with sinks; or
+the first one does, where its last threadgroup can know that it is the last. So the result does not
+depend on the device's schedule, nor on the columns at which rows begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import mlx.core as mx
 
@@ -19,6 +21,11 @@ from batchkv_worker.kv.kernels.variant import UNIT, Variant, float_bits
 from batchkv_worker.kv.types import Parts
 
 _SIMD = 32  # threads
+_MOST_COUNTED = 8192  # rows times KV heads whose threadgroups are counted
+
+
+# How splits are joined: each row has one; the last threadgroup does; a kernel of its own does.
+Ends = Literal["one", "last", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,8 @@ class DecodeKernels:
     """The kernels of a layer, for one number of query heads a KV head; ``of`` makes them.
 
     ``matrices``: with products of matrices. A threadgroup of ``threads`` attends to ``split``
-    columns. ``runs`` has the kernels that were made.
+    columns. ``counters`` (uint32): zeros with which threadgroups find out which of them is the
+    last; None where they cannot. ``runs`` has the kernels that were made.
     """
 
     variant: Variant
@@ -48,20 +56,32 @@ class DecodeKernels:
     matrices: bool
     split: int
     threads: int
+    counters: mx.array | None = field(default=None, repr=False, compare=False)
     runs: dict[Hashable, Run] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
-        cls, layout: RecordLayout, lines: int, launch: Launch, *, matrices: bool = False
+        cls,
+        layout: RecordLayout,
+        lines: int,
+        launch: Launch,
+        *,
+        matrices: bool = False,
+        counts: bool = False,
     ) -> DecodeKernels:
         """ValueError where there is no kernel for such a layer.
 
-        ``matrices``: with products of matrices, which Metal's dialect does not have.
+        ``matrices``: with products of matrices; ``counts``: with threadgroups that are counted.
+        Metal's dialect has neither.
         """
         variant = Variant.of(layout, lines)
         variant.splits_of(matrices=matrices)
         threads = _SIMD * variant.simds(matrices=matrices)
-        return cls(variant, launch, matrices, variant.split(matrices=matrices), threads)
+        counters = mx.zeros((_MOST_COUNTED,), mx.uint32) if counts else None
+        if counters is not None:
+            mx.eval(counters)  # else each step would make them anew
+        split = variant.split(matrices=matrices)
+        return cls(variant, launch, matrices, split, threads, counters)
 
     @property
     def layout(self) -> RecordLayout:
@@ -97,15 +117,21 @@ class DecodeKernels:
             rest += [partials.scores, partials.values, partials.chain]
         if sinks is not None:
             rest.append(sinks.astype(mx.float32))
-        outputs = [((rows, heads, 1, size), self.layout.dtype)]
-        joined = longest <= self.split
-        flags = joined, partials is not None, sinks is not None
-        key = *flags, scale
-        run = self.runs.get(key) or self._make(key, self._joining(*flags, scale))
-        if joined:
+        outputs: list[Output] = [((rows, heads, 1, size), self.layout.dtype)]
+        kv_heads = heads // self.variant.lines
+        ends = _ends(longest <= self.split, self.counters, rows * kv_heads)
+        key = ends, partials is not None, sinks is not None, scale
+        run = self.runs.get(key) or self._make(key, self._joining(*key))
+        grid = kv_heads * self.threads, -(-longest // self.split), rows
+        if ends == "one":
             inputs = [queries, records, bounds, *rest]
-            grid = heads // self.variant.lines * self.threads, 1, rows
-            (out,) = run(inputs, grid, (self.threads, 1, 1), outputs)
+            (out,) = run(inputs, (grid[0], 1, rows), (self.threads, 1, 1), outputs)
+            return out
+        if ends == "last":
+            assert self.counters is not None
+            inputs = [queries, records, bounds, self.counters, *rest]
+            outputs.append(self._output_of_splits(rows, longest))
+            out, _ = run(inputs, grid, (self.threads, 1, 1), outputs)
             return out
         inputs = [self._splits(queries, records, bounds, longest, scale), bounds, *rest]
         (out,) = run(inputs, (size, heads, rows), (size, 1, 1), outputs)
@@ -134,18 +160,21 @@ class DecodeKernels:
         self, queries: mx.array, records: mx.array, bounds: mx.array, longest: int, scale: float
     ) -> mx.array:
         """Attention to each split of all rows, for ``merge_body``."""
-        rows, lines, kv_heads = queries.shape[0], self.variant.lines, records.shape[1]
-        splits = -(-longest // self.split)
-        size = self.layout.values.size + 2  # and the highest score, and the sum of weights
-        outputs = [((rows, kv_heads, splits, lines, size), mx.float32)]
+        rows, kv_heads = queries.shape[0], records.shape[1]
+        output = self._output_of_splits(rows, longest)
         inputs: list[Input] = [queries, _for_rows(records, rows), bounds]
         run = self.runs.get(("splits", scale))
         if run is None:
             what = splits_body(matrices=self.matrices), self._splitting(scale)
             run = self._make(("splits", scale), what)
-        grid = kv_heads * self.threads, splits, rows
-        (found,) = run(inputs, grid, (self.threads, 1, 1), outputs)
+        grid = kv_heads * self.threads, -(-longest // self.split), rows
+        (found,) = run(inputs, grid, (self.threads, 1, 1), [output])
         return found
+
+    def _output_of_splits(self, rows: int, longest: int) -> Output:
+        kv_heads = self.layout.scheme.shape.num_heads
+        size = self.layout.values.size + 2  # and the highest score, and the sum of weights
+        return (rows, kv_heads, -(-longest // self.split), self.variant.lines, size), mx.float32
 
     def _splitting(self, scale: float) -> list[Constant]:
         """The scale is a constant: on CUDA, MLX has an array of one number in the host's memory.
@@ -155,14 +184,14 @@ class DecodeKernels:
         return [*self.variant.splits_of(matrices=self.matrices), ("SCALE", float_bits(scale))]
 
     def _joining(
-        self, joined: bool, prefixes: bool, sinks: bool, scale: float
+        self, ends: Ends, prefixes: bool, sinks: bool, scale: float
     ) -> tuple[Body, list[Constant]]:
-        """The last kernel of ``attend``; ``joined``, where it is the only one."""
+        """The last kernel of ``attend``."""
         flags = {"prefixes": prefixes, "sinks": sinks}
-        if joined:
-            body = splits_body(matrices=self.matrices, joined=True, **flags)
-            return body, self._splitting(scale)
-        return merge_body(**flags, alone=False), self._merge
+        if ends == "merge":
+            return merge_body(**flags, alone=False), self._merge
+        flags |= {"joined": ends == "one", "last": ends == "last"}
+        return splits_body(matrices=self.matrices, **flags), self._splitting(scale)
 
     def _make(self, key: Hashable, what: tuple[Body, list[Constant]]) -> Run:
         body, constants = what
@@ -198,6 +227,12 @@ class DecodeKernels:
         inputs = [places, *keys, *values]
         (records,) = run(inputs, grid, (threads, 1, 1), [(shape, mx.uint32)])
         return records
+
+
+def _ends(is_one: bool, counters: mx.array | None, num_counted: int) -> Ends:
+    if is_one:
+        return "one"
+    return "last" if counters is not None and num_counted <= counters.size else "merge"
 
 
 def _for_rows(records: mx.array, rows: int) -> Input:

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.backends import device, mlx_kernels
 from batchkv_worker.kv.backends.contract import Early, Pacing, RecordKernels
 from batchkv_worker.kv.backends.cuda import dense_weights, early_products
 from batchkv_worker.kv.backends.generic import round_up
@@ -117,7 +117,7 @@ class CudaBackend(GpuBackend):
         return LayersAhead(launches)
 
     def launch(self) -> Launch:
-        return launch_for(self.measurements.home)
+        return launch_for(self.measurements.home, mlx_kernels.folder())
 
     def draw_kernel(self) -> DrawKernel | None:
         return DrawKernel(self.launch())
@@ -125,7 +125,7 @@ class CudaBackend(GpuBackend):
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
     ) -> RecordKernels | None:
-        return decode_kernels(scheme, lines, dtype, self.launch(), matrices=True)
+        return decode_kernels(scheme, lines, dtype, self.launch(), matrices=True, counts=True)
 
 
 def rounded_length(length: int) -> int:

@@ -68,15 +68,23 @@ class GpuBackend(GenericBackend):
 
 
 def decode_kernels(
-    scheme: LayerScheme, lines: int, dtype: mx.Dtype, launch: Launch, *, matrices: bool = False
+    scheme: LayerScheme,
+    lines: int,
+    dtype: mx.Dtype,
+    launch: Launch,
+    *,
+    matrices: bool = False,
+    counts: bool = False,
 ) -> RecordKernels | None:
     """The kernels of such layers; None where there are none for their sizes.
 
-    ``matrices``: with products of matrices, where there are such kernels for the scheme.
+    ``matrices``: with products of matrices, where there are such kernels for the scheme;
+    ``counts``: with threadgroups that are counted.
     """
     for form in (True, False) if matrices else (False,):
         try:
-            return DecodeKernels.of(RecordLayout.of(scheme, dtype), lines, launch, matrices=form)
+            layout = RecordLayout.of(scheme, dtype)
+            return DecodeKernels.of(layout, lines, launch, matrices=form, counts=counts)
         except ValueError as reason:
             log.debug("no kernel over records: %s", reason)
     return None

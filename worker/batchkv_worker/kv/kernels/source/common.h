@@ -2,7 +2,8 @@
 // BARRIER, SHUFFLE_XOR, READ, READ_AS, KEEP, MASKED, EXP2, LOG2, ROOT, SINE_COSINE, AS_FLOAT, AS_UINT,
 // FROM_BITS, TO_BITS, LOWER, UPPER, GIVEN_BACK, READS_WIDE, IS_ALIGNED and ADD_ONE before this. One
 // with products of matrices also defines ANY, SIMD_BARRIER, COPY_WORDS, END_COPIES, WAIT_FOR_COPIES,
-// PERMUTE, PAIR, TRANSPOSED and multiply().
+// PERMUTE, PAIR, TRANSPOSED and multiply(). One whose threadgroups may wait for no other, but see
+// what others wrote, also defines IS_LAST, ALL_SEE and SEEN.
 
 // Forms of a tensor, as layout.Form has them.
 #define FLOAT_FORM 0

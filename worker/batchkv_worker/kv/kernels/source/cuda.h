@@ -26,6 +26,13 @@
 #define LOWER(type, word) lower_half<type>(word)
 #define UPPER(type, word) upper_half<type>(word)
 #define ADD_ONE(counter) atomicAdd(counter, 1u)
+// Counts a threadgroup; whether it is the last of so many, and then the counter is zero again. MLX
+// gives inputs as constants.
+#define IS_LAST(counter, number) \
+  (atomicInc(const_cast<uint32_t*>(counter), (number) - 1u) == (number) - 1u ? 1u : 0u)
+#define ALL_SEE __threadfence()
+// Past the first cache, which may have what was there before others wrote.
+#define SEEN(number) __ldcg(number)
 #define AS_ON_GPU 1
 #define READS_WIDE 1
 #define IS_ALIGNED(pointer, bytes) (uint64_t(pointer) % (bytes) == 0)

@@ -1,10 +1,10 @@
 // The result of one split: for each row, KV head, split and query head the weighted values, not
 // divided, then the zero of scores and the sum of weights. Where JOINED, no row has more than one
-// split, and the result is that of join.h, which follows and ends the loops. OWN_START computes what
-// all numbers of a line need.
+// split, and the result is that of join.h, which follows and ends the loops. Where LAST, last.h
+// follows. OWN_START computes what all numbers of a line need.
 BARRIER;
 const int num_heads = GROUPS_X * LINES;
-#if JOINED
+#if JOINED || LAST
 #define HAS_COLUMNS (count > 0)
 #else
 #define HAS_COLUMNS true

@@ -49,11 +49,9 @@ const int split = GROUP_Y;
 const int length = max(int(bounds[2 * row + 1] - bounds[2 * row]), 0);
 const int start = bounds[2 * row] + split * SPLIT;
 const int count = min(length - split * SPLIT, SPLIT);
-#if !JOINED
-if (count <= 0) {
+if (count <= 0 && !JOINED && (!LAST || split > 0)) {
   return;
 }
-#endif
 if (count > 0) {
 const int lane = THREAD_X % 32;
 const int of = lane / 4;
