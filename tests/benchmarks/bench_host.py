@@ -137,7 +137,7 @@ class HostKernels:
     def __init__(self, layout: RecordLayout, lines: int) -> None:
         self.layout = layout
         self._plain = PlainKernels(layout)
-        self._kernels = DecodeKernels.of(layout, lines, _launch)
+        self._kernels = DecodeKernels.of(layout, lines, _launch, counts=True)
 
     def attend(self, *args: Any, **kwargs: Any) -> mx.array:
         kernels = self._plain if HostKernels.graph is None else self._kernels

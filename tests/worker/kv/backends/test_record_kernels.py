@@ -13,6 +13,21 @@ from batchkv_worker.kv.schemes.packing import LayerShape, fit_model
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 
 
+@pytest.mark.parametrize(("graphs", "counts"), [("0", True), ("1", False), (None, False)])
+def test_cuda_counts_threadgroups_where_kernels_run_in_order(
+    graphs: str | None, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a CUDA graph two kernels that share counters could run at once. Metal counts none."""
+    monkeypatch.delenv("MLX_USE_CUDA_GRAPHS")
+    if graphs is not None:
+        monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", graphs)
+    scheme = fit_model(SchemeSpec.parse("affine8"), [LayerShape(2, 128, 128)])[0]
+    for backend, wanted in ((CudaBackend(), counts), (MetalBackend(), False)):
+        found = backend.record_kernels(scheme, 4, mx.bfloat16)
+        assert isinstance(found, DecodeKernels)
+        assert (found.counters is not None) == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "size", "on_cuda"),
     [

@@ -99,10 +99,11 @@ def ways_of(name: str, rows: int, columns: int, layers: int, launch: Launch) -> 
         )
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE)
 
+    counts = device.kind() != "metal"  # as the engine has it
     found: dict[str, Attend] = {"float" if name == "float" else "mlx": by_mlx}
     for way, matrices in (("kernel", False), ("matrices", True)):
         try:
-            kernels = DecodeKernels.of(layout, LINES, launch, matrices=matrices)
+            kernels = DecodeKernels.of(layout, LINES, launch, matrices=matrices, counts=counts)
             found[way] = lambda queries, layer, kernels=kernels: kernels.attend(
                 queries, records[layer], bounds, columns, SCALE
             )
@@ -169,14 +170,17 @@ def samples(count: int) -> Iterator[tuple[Sample, bool]]:
 
 
 def check(count: int, launch: Launch, *, has_both: bool) -> int:
-    """Compare layers; ``has_both``: products of matrices, too. Prints and counts what is wrong."""
+    """Compare layers; prints and counts what is wrong.
+
+    ``has_both``: also products of matrices, and in every second layer counted threadgroups.
+    """
     compared = faults = 0
     for sample, matrices in samples(count):
         if matrices and not has_both:
             continue
         compared += 1
         try:
-            sample.check(launch, matrices=matrices)
+            sample.check(launch, matrices=matrices, counts=has_both and compared % 2 == 0)
         except (AssertionError, ValueError, RuntimeError) as fault:
             faults += 1
             print(f"{'matrices' if matrices else 'kernel'} {sample.case}: {fault}", flush=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from batchkv_worker.kept_files import PART
 from batchkv_worker.kv.backends import mlx_kernels
 from batchkv_worker.kv.kernels import compiled_launch, named_code
 from batchkv_worker.kv.kernels.compiled_launch import CompiledLaunch, CompiledRun, launch_for
 from batchkv_worker.kv.kernels.draw import DrawKernel
 from batchkv_worker.kv.kernels.named_code import CODE, NAMES, NamedCode
+from batchkv_worker.kv.kernels.nvrtc import CompilerError
 from worker.kv.kernels.cpp_compiler import HASH_OF_NOTHING, Calls, CppCompiler
 from worker.kv.kernels.cpp_launch import CppLaunch, is_there_a_compiler
 
@@ -65,14 +69,16 @@ def test_launches_give_no_code_where_mlx_finds_it(made: Calls, tmp_path: Path) -
         assert isinstance(run, CompiledRun)
         (kernel,) = run._made.values()
         assert kernel is not None and kernel.code == b""
-    assert len(found.runs) == 2  # the trial, and the kernel
+    assert len(found.runs) == 1
     again = launch(tmp_path, made.mlx_folder)
     assert mx.array_equal(DrawKernel(again)(logits, given), wanted)
     assert isinstance(again.compiler, CppCompiler) and not again.compiler.compiled
 
 
 @needs_compiler
-@pytest.mark.parametrize("reason", ["MLX looks elsewhere", "another kernel", "no folder"])
+@pytest.mark.parametrize(
+    "reason", ["MLX looks elsewhere", "another kernel", "no file", "no kernel", "no folder"]
+)
 def test_launches_give_the_code_where_mlx_does_not_find_it(
     reason: str, made: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,10 +88,19 @@ def test_launches_give_the_code_where_mlx_does_not_find_it(
         made.mlx_folder = tmp_path / "another"
     if reason == "another kernel":
         monkeypatch.setattr(compiled_launch, "_is_right", lambda launch: False)
+    if reason == "no file":
+        monkeypatch.setattr(NamedCode, "keep", lambda *_: False)
+    if reason == "no kernel":  # MLX compiles what the compiler refuses
+        monkeypatch.setattr(compiled_launch, "cuda_launch", CppLaunch(tmp_path))
+        monkeypatch.setattr(CppCompiler, "compile", _refuses)
     found = launch(tmp_path, folder)
     assert found.named is None
     wanted = DrawKernel(CppLaunch(tmp_path))(logits, given)
     assert mx.array_equal(DrawKernel(found)(logits, given), wanted)
+
+
+def _refuses(self: CppCompiler, program: str, name: str, architecture: str) -> bytes:
+    raise CompilerError(f"{name}: no such architecture")
 
 
 @needs_compiler
@@ -114,17 +129,27 @@ def test_a_file_with_other_content_is_written_again(tmp_path: Path) -> None:
     assert (tmp_path / f"kernel{CODE}").stat().st_ino == written
 
 
-def test_the_oldest_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_code, "MAX_FILES", 2)
+def test_the_oldest_files_are_removed_where_nobody_can_need_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked for within a day stays, and so do MLX's own files."""
+    monkeypatch.setattr(named_code, "MAX_FILES", 1)
+    named, old = NamedCode(tmp_path), 2 * named_code.SURE_SECONDS
     (tmp_path / "gather.ptx").write_bytes(b"a kernel of MLX's own")
-    dates = iter(range(10))
-    monkeypatch.setattr(
-        named_code, "dated", lambda files: [(float(file.name[0]), file) for file in files]
-    )
-    for date in dates:
-        assert NamedCode(tmp_path).keep(f"{date}", b"code")
+    for part in (f".old{PART}", f".new{PART}"):
+        (tmp_path / part).write_bytes(b"co")
+    for name in ("older", "old", "used"):
+        assert named.keep(name, b"code")
+    for age, name in ((old + 2, "older"), (old + 1, "old"), (old, "used"), (old, "gather")):
+        for file in tmp_path.glob(f"{name}*"):
+            os.utime(file, (time.time() - age,) * 2)
+    os.utime(tmp_path / f".old{PART}", (time.time() - old,) * 2)
+    assert named.keep("used", b"code")
+    assert len([*tmp_path.iterdir()]) == 9  # a name that is known sweeps nothing
+    assert named.keep("new", b"code")
     left = sorted(file.name for file in tmp_path.iterdir())
-    assert left == [f"8{CODE}", f"8{NAMES}", f"9{CODE}", f"9{NAMES}", "gather.ptx"]
+    wanted = [f"{name}{ending}" for name in ("new", "used") for ending in (CODE, NAMES)]
+    assert left == sorted([f".new{PART}", "gather.ptx", *wanted])
 
 
 def test_code_of_ours_stays_where_mlx_has_to_compile_again(

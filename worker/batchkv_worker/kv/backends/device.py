@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -67,6 +68,11 @@ def compile_kernels(dtype: mx.Dtype) -> None:
     """Have MLX compile now what rows of a model of ``dtype`` would wait for: on CUDA, once."""
     if kind() == "cuda":
         mlx_kernels.compile_now(dtype)
+
+
+def code_folder() -> Path | None:
+    """Where MLX keeps code on CUDA, if ``prepare_device`` chose it."""
+    return mlx_kernels.folder()
 
 
 def _keep_kernels() -> None:

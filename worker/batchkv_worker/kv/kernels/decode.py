@@ -48,7 +48,7 @@ class DecodeKernels:
 
     ``matrices``: with products of matrices. A threadgroup of ``threads`` attends to ``split``
     columns. ``counters`` (uint32): zeros with which threadgroups find out which of them is the
-    last; None where they cannot. ``runs`` has the kernels that were made.
+    last, of one kernel at a time; None where they cannot. ``runs`` has the kernels that were made.
     """
 
     variant: Variant
@@ -71,8 +71,8 @@ class DecodeKernels:
     ) -> DecodeKernels:
         """ValueError where there is no kernel for such a layer.
 
-        ``matrices``: with products of matrices; ``counts``: with threadgroups that are counted.
-        Metal's dialect has neither.
+        ``matrices``: with products of matrices; ``counts``: with threadgroups that are counted,
+        where the device runs one kernel after the other. Metal's dialect has neither.
         """
         variant = Variant.of(layout, lines)
         variant.splits_of(matrices=matrices)

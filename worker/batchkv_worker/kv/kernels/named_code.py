@@ -9,16 +9,19 @@ So the code lies there under the name that MLX gives to a kernel without code, a
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchkv_worker.kept_files import dated, remove, write_whole
+from batchkv_worker.kept_files import PART, dated, remove, write_whole
 
 log = logging.getLogger("batchkv.engine")
 
 NO_CODE = b""
 MAX_FILES = 500  # the oldest are removed
+SURE_SECONDS = 86_400.0  # so long a file stays: a process may be about to need it
 _HASH = 0x553E93901E462A6E  # of no bytes, as GNU's C++ library has it
 CODE, NAMES = f"_{_HASH:x}.ptx", f"_{_HASH:x}.txt"  # the endings of MLX's files
 
@@ -35,19 +38,25 @@ class NamedCode:
         line = f"{name}\t{name}\n".encode()
         try:
             if _has(names, line) and _has(file, code):
+                os.utime(names)
+                os.utime(file)
                 return True
             write_whole(names, line)  # first: code without names is swept (``mlx_kernels.py``)
             write_whole(file, code)
         except OSError as fault:
             log.debug("launches give MLX the code of %s: %s", name, fault)
             return False
-        self._remove_oldest()
+        self._sweep()
         return True
 
-    def _remove_oldest(self) -> None:
-        by_age = sorted(dated(self.folder.glob(f"*{CODE}")), reverse=True)
-        for _, file in by_age[MAX_FILES:]:
-            remove([file, file.with_suffix(Path(NAMES).suffix)])
+    def _sweep(self) -> None:
+        """Remove the oldest files, and what a killed process left."""
+        before = time.time() - SURE_SECONDS
+        for ending in (CODE, NAMES):
+            by_age = sorted(dated(self.folder.glob(f"*{ending}")), reverse=True)
+            remove(file for written, file in by_age[MAX_FILES:] if written < before)
+        parts = dated(self.folder.glob(f".*{PART}"))
+        remove([file for written, file in parts if written < before])
 
 
 def is_named(file: Path) -> bool:

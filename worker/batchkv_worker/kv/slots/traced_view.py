@@ -94,6 +94,7 @@ class TracedSpan(ColumnSpan):
             setattr(self, name, getattr(span, name))
         self._prefixes = prefixes
         self._place = write
+        self._cell = write.reshape(1, 1, 1, 1)  # once for all layers
         self.__dict__["bounds"] = bounds
 
     def store(self, part: mx.array, new: mx.array) -> mx.array:
@@ -105,7 +106,7 @@ class TracedSpan(ColumnSpan):
         free = part.shape[0] - self.num_rows
         if free:
             new = mx.pad(new, [(0, free), (0, 0), (0, 0), (0, 0)])
-        return mx.put_along_axis(part, self._place.reshape(1, 1, 1, 1), new, axis=2)
+        return mx.put_along_axis(part, self._cell, new, axis=2)
 
     def windowed(self, window: int) -> mx.array | None:
         return self._seen(0, self.num_rows, self.low, window)

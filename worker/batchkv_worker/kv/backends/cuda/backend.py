@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from batchkv_worker.kv.backends import device, mlx_kernels
+from batchkv_worker.kv.backends import device
 from batchkv_worker.kv.backends.contract import Early, Pacing, RecordKernels
 from batchkv_worker.kv.backends.cuda import dense_weights, early_products
 from batchkv_worker.kv.backends.generic import round_up
@@ -117,7 +118,7 @@ class CudaBackend(GpuBackend):
         return LayersAhead(launches)
 
     def launch(self) -> Launch:
-        return launch_for(self.measurements.home, mlx_kernels.folder())
+        return launch_for(self.measurements.home, device.code_folder())
 
     def draw_kernel(self) -> DrawKernel | None:
         return DrawKernel(self.launch())
@@ -125,7 +126,16 @@ class CudaBackend(GpuBackend):
     def record_kernels(
         self, scheme: LayerScheme, lines: int, dtype: mx.Dtype
     ) -> RecordKernels | None:
-        return decode_kernels(scheme, lines, dtype, self.launch(), matrices=True, counts=True)
+        what = scheme, lines, dtype, self.launch()
+        return decode_kernels(*what, matrices=True, counts=runs_in_order())
+
+
+def runs_in_order() -> bool:
+    """Whether one kernel runs after the other.
+
+    In a CUDA graph, MLX lets kernels run at once if none reads what another gives.
+    """
+    return os.environ.get("MLX_USE_CUDA_GRAPHS") == "0"
 
 
 def rounded_length(length: int) -> int:

@@ -79,7 +79,7 @@ def decode_kernels(
     """The kernels of such layers; None where there are none for their sizes.
 
     ``matrices``: with products of matrices, where there are such kernels for the scheme;
-    ``counts``: with threadgroups that are counted.
+    ``counts``: with threadgroups that are counted, where one kernel runs after the other.
     """
     for form in (True, False) if matrices else (False,):
         try:
