@@ -20,6 +20,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from batchkv_worker.kv.backends.generic import GenericBackend
 from batchkv_worker.kv.backends.gpu import fused_linear, joint_product
 from batchkv_worker.kv.backends.gpu.backend import GpuBackend
+from batchkv_worker.kv.backends.gpu.turned_weights import TurnedLinear, TurnWeights
 from batchkv_worker.kv.backends.measurements import FOLDER, Measurements
 from batchkv_worker.kv.backends.rebind import install, restore
 from batchkv_worker.prefix.shared.identity import weights_digest
@@ -150,7 +151,7 @@ def test_only_layers_of_one_input_and_one_kind_are_a_group(faster: None) -> None
         assert len({id(group_of(toy, name)) for name in names}) == 1
         assert [toy[name]._place for name in names] == list(range(len(names)))
     alone = ("other_bits", "other_dtype", "other_dtype_too", "other_input", "twice", "head")
-    assert {type(toy[name]) for name in alone} == {nn.Linear, nn.QuantizedLinear}
+    assert {type(toy[name]) for name in alone} == {TurnedLinear, nn.QuantizedLinear}
 
 
 def test_answers_and_parameters_stay_what_they_were(faster: None) -> None:
@@ -260,7 +261,7 @@ def test_a_second_engine_of_the_model_decides_anew(
     monkeypatch.setattr(joint_product, "is_faster", lambda *shape: False)
     assert fuse(toy) == 0
     assert {type(module) for module in toy.modules()} == {
-        *(Toy, nn.Embedding, nn.Linear, nn.QuantizedLinear),
+        *(Toy, nn.Embedding, TurnedLinear, nn.QuantizedLinear),
     }
 
 
@@ -431,10 +432,10 @@ def test_groups_are_refitted_to_an_adapter(
     toy.eval()
     x = mx.random.normal((ROWS, 1, SIZE))
     before = toy.parts(x)
-    (change,) = backend.changes(toy, mx.float32, ROWS)
-    assert isinstance(change, fused_linear.FuseLinears)
+    change, turned = backend.changes(toy, mx.float32, ROWS)
+    assert isinstance(change, fused_linear.FuseLinears) and turned == TurnWeights()
     assert change.groups == (("q.linear", "k", "v.linear"), ("packed_gate", "packed_up.linear"))
-    install(toy, [change])
+    install(toy, [change, turned])
     assert toy.q.linear._group is toy.k._group is toy.v.linear._group
     for name, part in toy.parts(x).items():
         assert mx.allclose(part, before[name], atol=1e-5).item(), name

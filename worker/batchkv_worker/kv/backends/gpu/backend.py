@@ -12,6 +12,7 @@ import mlx.core as mx
 from batchkv_worker.kv.backends.contract import Change, ChunkKernels, RecordKernels
 from batchkv_worker.kv.backends.generic import GenericBackend, round_up
 from batchkv_worker.kv.backends.gpu import fused_linear, fused_rotary, residual_blocks
+from batchkv_worker.kv.backends.gpu.turned_weights import TurnWeights
 from batchkv_worker.kv.kernels.chunk import ChunkKernel
 from batchkv_worker.kv.kernels.decode import DecodeKernels
 from batchkv_worker.kv.kernels.launch import Launch
@@ -41,6 +42,7 @@ class GpuBackend(GenericBackend):
             groups = linears.groups if linears is not None else ()
             found.append(fused_rotary.choose(model, rows, launch, self.measurements, groups))
             found.append(residual_blocks.choose(model, rows, launch, self.measurements))
+        found.append(TurnWeights())
         return tuple(change for change in found if change is not None)
 
     def padded_width(self, tokens: int) -> int:
