@@ -31,7 +31,7 @@ from batchkv_worker.kv.kernels.launch import (
     View,
     cuda_launch,
 )
-from batchkv_worker.kv.kernels.named_code import NO_CODE, NamedCode, is_found
+from batchkv_worker.kv.kernels.named_code import NO_CODE, NamedCode
 from batchkv_worker.kv.kernels.nvrtc import Compiler, CompilerError, find_compiler
 
 log = logging.getLogger("batchkv.engine")
@@ -57,15 +57,21 @@ def launch_for(home: Path | None, mlx_folder: Path | None = None) -> Launch:
     if mlx_folder is None:
         return launch
     by_name = replace(launch, named=NamedCode(mlx_folder), runs={})
-    return by_name if is_found(lambda: _is_right(by_name)) else launch
+    return by_name if _is_right(by_name) else launch
 
 
 def _is_right(launch: CompiledLaunch) -> bool:
     """Whether a kernel of ``launch`` gives what it should, without being given any code."""
     given, size = mx.arange(_THREADS, dtype=mx.int32), (_THREADS, 1, 1)
     run = CompiledRun(launch, _TRIAL, ())
-    (found,) = run([given], size, size, [(given.shape, given.dtype)])
-    return run.gives_no_code and bool(mx.array_equal(found, given + 1))
+    try:
+        (found,) = run([given], size, size, [(given.shape, given.dtype)])
+        is_right = run.gives_no_code and bool(mx.array_equal(found, given + 1))
+    except (RuntimeError, ValueError, TypeError) as fault:
+        log.debug("a kernel whose code MLX has to find fails: %s", fault)
+        return False
+    log.debug("MLX %s code by a kernel's name", "finds" if is_right else "does not find")
+    return is_right
 
 
 @dataclass(frozen=True, slots=True)

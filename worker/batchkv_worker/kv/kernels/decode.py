@@ -23,7 +23,6 @@ from batchkv_worker.kv.types import Parts
 _SIMD = 32  # threads
 _MOST_COUNTED = 8192  # rows times KV heads whose threadgroups are counted
 
-
 # How splits are joined: each row has one; the last threadgroup does; a kernel of its own does.
 Ends = Literal["one", "last", "merge"]
 
@@ -118,24 +117,20 @@ class DecodeKernels:
         if sinks is not None:
             rest.append(sinks.astype(mx.float32))
         outputs: list[Output] = [((rows, heads, 1, size), self.layout.dtype)]
-        kv_heads = heads // self.variant.lines
-        ends = _ends(longest <= self.split, self.counters, rows * kv_heads)
+        kv_heads, num_splits = heads // self.variant.lines, self._num_splits(longest)
+        ends = _ends(num_splits, self.counters, rows * kv_heads)
         key = ends, partials is not None, sinks is not None, scale
         run = self.runs.get(key) or self._make(key, self._joining(*key))
-        grid = kv_heads * self.threads, -(-longest // self.split), rows
-        if ends == "one":
-            inputs = [queries, records, bounds, *rest]
-            (out,) = run(inputs, (grid[0], 1, rows), (self.threads, 1, 1), outputs)
-            return out
+        if ends == "merge":
+            inputs = [self._splits(queries, records, bounds, longest, scale), bounds, *rest]
+            return run(inputs, (size, heads, rows), (size, 1, 1), outputs)[0]
+        inputs = [queries, records, bounds, *rest]
         if ends == "last":
             assert self.counters is not None
-            inputs = [queries, records, bounds, self.counters, *rest]
-            outputs.append(self._output_of_splits(rows, longest))
-            out, _ = run(inputs, grid, (self.threads, 1, 1), outputs)
-            return out
-        inputs = [self._splits(queries, records, bounds, longest, scale), bounds, *rest]
-        (out,) = run(inputs, (size, heads, rows), (size, 1, 1), outputs)
-        return out
+            inputs.insert(3, self.counters)
+            outputs.append(self._output_of_splits(rows, num_splits))
+        grid = kv_heads * self.threads, num_splits, rows
+        return run(inputs, grid, (self.threads, 1, 1), outputs)[0]
 
     def attend_alone(
         self, queries: mx.array, records: mx.array, bounds: mx.array, longest: int, scale: float
@@ -161,20 +156,25 @@ class DecodeKernels:
     ) -> mx.array:
         """Attention to each split of all rows, for ``merge_body``."""
         rows, kv_heads = queries.shape[0], records.shape[1]
-        output = self._output_of_splits(rows, longest)
+        num_splits = self._num_splits(longest)
+        output = self._output_of_splits(rows, num_splits)
         inputs: list[Input] = [queries, _for_rows(records, rows), bounds]
         run = self.runs.get(("splits", scale))
         if run is None:
             what = splits_body(matrices=self.matrices), self._splitting(scale)
             run = self._make(("splits", scale), what)
-        grid = kv_heads * self.threads, -(-longest // self.split), rows
+        grid = kv_heads * self.threads, num_splits, rows
         (found,) = run(inputs, grid, (self.threads, 1, 1), [output])
         return found
 
-    def _output_of_splits(self, rows: int, longest: int) -> Output:
+    def _num_splits(self, longest: int) -> int:
+        """Splits of the longest row, one at least."""
+        return max(1, -(-longest // self.split))
+
+    def _output_of_splits(self, rows: int, num_splits: int) -> Output:
         kv_heads = self.layout.scheme.shape.num_heads
         size = self.layout.values.size + 2  # and the highest score, and the sum of weights
-        return (rows, kv_heads, -(-longest // self.split), self.variant.lines, size), mx.float32
+        return (rows, kv_heads, num_splits, self.variant.lines, size), mx.float32
 
     def _splitting(self, scale: float) -> list[Constant]:
         """The scale is a constant: on CUDA, MLX has an array of one number in the host's memory.
@@ -229,8 +229,8 @@ class DecodeKernels:
         return records
 
 
-def _ends(is_one: bool, counters: mx.array | None, num_counted: int) -> Ends:
-    if is_one:
+def _ends(num_splits: int, counters: mx.array | None, num_counted: int) -> Ends:
+    if num_splits == 1:
         return "one"
     return "last" if counters is not None and num_counted <= counters.size else "merge"
 

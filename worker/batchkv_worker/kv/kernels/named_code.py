@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,18 +61,6 @@ class NamedCode:
 def is_named(file: Path) -> bool:
     """Whether a file in MLX's folder is one that ``NamedCode`` wrote."""
     return file.name.endswith((CODE, NAMES))
-
-
-def is_found(run: Callable[[], bool]) -> bool:
-    """Whether MLX looks there: ``run`` runs a kernel that is kept, and says if it was right."""
-    try:
-        found = run()
-    except (RuntimeError, ValueError, TypeError) as fault:
-        log.debug("MLX does not find code by a kernel's name: %s", fault)
-        return False
-    if not found:
-        log.debug("MLX finds other code by a kernel's name")
-    return found
 
 
 def _has(file: Path, content: bytes) -> bool:
