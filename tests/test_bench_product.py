@@ -80,3 +80,35 @@ def test_the_benchmark_of_a_step_times_each_side_in_turns(tmp_path: Path) -> Non
     assert list(sides) == ["float", "float:late", "affine8", "float:bare"]
     assert all(len(spent) == 1 and spent[0] > 0 for spent in sides.values())
     assert "x of float" in done.stdout
+
+
+@is_long
+def test_the_benchmark_of_starts_finds_the_same_choices_in_each(tmp_path: Path) -> None:
+    """The second start measures nothing; what one kept serves the next benchmark."""
+    out = tmp_path / "out.json"
+    script = BENCHMARKS / "product" / "bench_starts.py"
+    command = [sys.executable, str(script), "--quick", "--json", str(out)]
+    command += ["--kept", str(tmp_path / "kept"), "--models", str(tmp_path / "models")]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        first, second = json.loads(out.read_text())
+        assert first["results"] == second["results"] != {}
+        assert 0 < second["loaded"] < second["ready"]
+    assert "2 starts" in done.stdout and " 0 of them different" in done.stdout
+
+
+def test_starts_with_other_choices_are_told() -> None:
+    """A result that another start has not, or has otherwise, is named by its place."""
+    sys.path.insert(0, str(BENCHMARKS / "product"))
+    try:
+        from bench_starts import different
+    finally:
+        sys.path.pop(0)
+    one = {"results": {"file": {"path": "kernel", "tries": {"a": 0}}}}
+    same = {"results": {"file": {"path": "kernel", "tries": {"a": 0}}}}
+    other = {"results": {"file": {"path": "fused", "tries": {"a": 0}}}}
+    fewer = {"results": {"file": {"path": "kernel", "tries": {}}}}
+    assert different([one, same]) == []
+    assert different([one, other, same]) == ["/file/path"]
+    assert different([one, fewer]) == ["/file/tries/a"]

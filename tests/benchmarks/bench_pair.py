@@ -54,6 +54,7 @@ def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bo
     settings = settings_of(args)
     lines = Lines(environment_of(settings), time.monotonic() + args.seconds_limit)
     model = made_model(lines, args.models or folder, args.shape)
+    kept = args.kept or folder / "kept"
     devices = args.devices.split(",") if args.devices else []
     found |= {"shape": args.shape, "settings": settings, "workloads": {}}
     is_good = True
@@ -65,7 +66,7 @@ def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bo
             for name in list(POOLS)[:: -1 if turn % 2 else 1]:
                 has_tier = name == "tier"
                 options = {"is_observed": args.trace, "has_tier": has_tier}
-                with Product(lines, model, devices, folder / "kept", **options) as pool:
+                with Product(lines, model, devices, kept, **options) as pool:
                     once = pool.serve(file, before, POOLS[name])
                 is_good &= once["generated"] == generated
                 shares = "".join(

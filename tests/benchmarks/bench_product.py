@@ -93,7 +93,8 @@ class Bench:
         self._args = args
         self._folder = folder
         settings = settings_of(args)
-        self._home = folder / "home"  # of the sides without a queue; all use what it keeps
+        # Of the sides without a queue; all use what it keeps.
+        self._home = args.kept or folder / "home"
         environment = environment_of(settings) | {"BATCHKV_HOME": str(self._home)}
         if args.devices:  # the sides without a queue, too, whose measurements serve all
             environment["CUDA_VISIBLE_DEVICES"] = args.devices.split(",")[0]

@@ -90,7 +90,7 @@ def sources() -> str:
 def others() -> str:
     """The texts of scripts that have flags of their own."""
     scripts = [*(REPOSITORY / "deploy").rglob("*.sh")]
-    scripts += (REPOSITORY / "tests" / "benchmarks").glob("*.py")
+    scripts += (REPOSITORY / "tests" / "benchmarks").rglob("*.py")
     return "\n".join(path.read_text("utf-8") for path in scripts)
 
 

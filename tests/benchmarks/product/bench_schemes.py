@@ -51,7 +51,7 @@ def sides_of(args: argparse.Namespace, folder: Path) -> dict[str, Once]:
     """What computes a file of rows, by name."""
     model = (args.models or folder) / f"bench-{args.shape}"
     parts.make_model(model, args.shape)
-    os.environ["BATCHKV_HOME"] = str(folder / "home")
+    os.environ["BATCHKV_HOME"] = str(args.kept or folder / "home")
 
     def settings(scheme: str) -> WorkerSettings:
         given = {"BATCHKV_SLOTS": args.slots, "BATCHKV_KV_SCHEME": scheme}

@@ -25,6 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 import product_parts as parts
+from product_arguments import add_folders
 from product_sides import works_of
 
 from batchkv_worker.engine.factory import build_engine
@@ -101,7 +102,7 @@ def engine_of(side: str) -> str:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Milliseconds of each side, a turn each."""
-    os.environ["BATCHKV_HOME"] = str(folder / "home")
+    os.environ["BATCHKV_HOME"] = str(args.kept or folder / "home")
     model = (args.models or folder) / f"bench-{args.shape}"
     parts.make_model(model, args.shape)
     engines: dict[str, Any] = {}
@@ -137,7 +138,7 @@ def table(found: dict[str, list[float]]) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
-    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    add_folders(parser)
     parser.add_argument("--sides", default=",".join(SIDES), help="[%(default)s]")
     parser.add_argument("--slots", default="auto", help="[auto]")
     parser.add_argument("--rows", type=int, default=32, help="that decode [32]")

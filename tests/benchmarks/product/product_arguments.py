@@ -16,13 +16,21 @@ def parser_of(doc: str) -> argparse.ArgumentParser:
     """Model, rows and repeats; the help begins with the first line of ``doc``."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--shape", choices=list(parts.SHAPES), default="tiny")
-    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    add_folders(parser)
     parser.add_argument("--per-group", type=int, help="rows behind shared examples [40]")
     parser.add_argument("--groups", type=int, help=f"of such rows [{parts.GROUPS}]")
     parser.add_argument("--data", type=Path, default=DATA, help="where gsm8k_8shot.jsonl lies")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="few rows, once")
     return parser
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Folders that stay, so that a later benchmark need not make and measure all again."""
+    parser.add_argument("--models", type=Path, help="where model folders stay; else they go")
+    parser.add_argument(
+        "--kept", type=Path, help="a home: its measurements and kernels are used, and stay"
+    )
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
