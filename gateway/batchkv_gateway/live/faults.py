@@ -23,6 +23,7 @@ from batchkv_producer.monitor.hosts import wish_for
 from batchkv_producer.monitor.workers import (
     hosts_of,
     listed_workers,
+    refusing_hosts,
     served_models,
     serving_workers,
 )
@@ -59,10 +60,14 @@ def of_refusal(
         return ApiError(status, str(fault), code=code)
     found = serving_workers(connection, redis_keys.queue_name(model))
     workers = [worker for worker in found if not worker.is_away]
-    if not workers and hosts_of(listed_workers(connection), model):
+    listed = [] if workers else listed_workers(connection)
+    if hosts_of(listed, model):
         wish_for(connection, model)
         message = f"no worker holds {model} now. One may load it soon: try again in some seconds"
         return ApiError(UNAVAILABLE, message, code="model_loading")
+    if refusing := refusing_hosts(listed, model):
+        message = f"{', '.join(refusing)} failed to load {model}: the log there says why"
+        return ApiError(UNAVAILABLE, message, code="model_unavailable")
     if not workers:
         message = _nobody(connection, fault)
         return ApiError(NOT_FOUND, message, code="model_not_found", param="model")

@@ -18,6 +18,7 @@ from batchkv_producer.monitor.workers import (
     WorkerInfo,
     hosts_of,
     local_name_prefix,
+    refusing_hosts,
 )
 from batchkv_producer.progress import rows
 from batchkv_producer.retry import read_with_retry
@@ -51,6 +52,8 @@ def unserved_note(status: BatchStatus, listed: Sequence[WorkerInfo] = ()) -> str
     """The note for a batch whose queue has no worker. ``listed``: the workers of all queues."""
     if hosts := hosts_of(listed, status.model):
         return hosted_note(status, hosts)
+    if refusing := refusing_hosts(listed, status.model):
+        return refused_note(status, refusing)
     who = f" of {status.model}" if status.adapter else ""
     what = "the model and the adapter" if status.adapter else "the model"
     return (
@@ -61,10 +64,19 @@ def unserved_note(status: BatchStatus, listed: Sequence[WorkerInfo] = ()) -> str
 
 def hosted_note(status: BatchStatus, hosts: Sequence[str]) -> str:
     """The note for a batch whose model no worker holds, but these hosts may load."""
-    verb = "serves" if len(hosts) == 1 else "serve"
+    verb = "loads" if len(hosts) == 1 else "load"
     return (
-        f"no worker holds {status.model} now; {', '.join(hosts[:MAX_NAMED])} {verb} it when the "
-        "rows of other models have ended"
+        f"no worker holds {status.model} now; {', '.join(hosts[:MAX_NAMED])} {verb} it as soon as "
+        "rows of other models leave room for it"
+    )
+
+
+def refused_note(status: BatchStatus, hosts: Sequence[str]) -> str:
+    """The note for a batch whose model these hosts could not load, and no other worker serves."""
+    verb, whose = ("has", "its log says") if len(hosts) == 1 else ("have", "their logs say")
+    return (
+        f"{', '.join(hosts[:MAX_NAMED])} {verb} tried to load {status.model} and failed: {whose} "
+        f"why. Correct that there, or run on another machine: {status.worker_command}"
     )
 
 
@@ -234,11 +246,14 @@ class Delays:
         """Nobody holds the model, but a host may load it."""
         if serving or self._num_local:
             return None
-        names = hosts_of(read_with_retry(self._listed), status.model)
-        note = hosted_note(status, names)
-        return (
-            Delay("a worker loads the model when it can", note, is_certain=True) if names else None
-        )
+        listed = read_with_retry(self._listed)
+        if hosts := hosts_of(listed, status.model):
+            note = hosted_note(status, hosts)
+            return Delay("a worker loads the model when it can", note, is_certain=True)
+        if refusing := refusing_hosts(listed, status.model):
+            note = refused_note(status, refusing)
+            return Delay("the model could not be loaded", note, is_certain=True)
+        return None
 
     def _stalled_submit(self, status: BatchStatus, now: float) -> Delay | None:
         """A part of the batch is missing from the queue, and nothing is added any more."""

@@ -50,6 +50,7 @@ class WorkerInfo:
 
     ``models``: of a host, the models that it may serve. It has no ``model`` and no queue itself.
     ``held``: (model, worker) of those that it holds, each in a worker of its own.
+    ``refused``: those of ``models`` that it could not load. Its log says why, and it tries again.
     """
 
     name: str
@@ -77,6 +78,7 @@ class WorkerInfo:
     adapters: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     held: tuple[tuple[str, str], ...] = ()
+    refused: tuple[str, ...] = ()
 
     @property
     def is_host(self) -> bool:
@@ -162,7 +164,13 @@ def listed_workers(connection: Redis) -> list[WorkerInfo]:
 
 def hosts_of(found: Iterable[WorkerInfo], model: str) -> list[str]:
     """The names of the hosts among these that may load a model, whether they hold it or not."""
-    return [one.name for one in found if model in one.models and not one.is_away]
+    live = (one for one in found if model in one.models and not one.is_away)
+    return [one.name for one in live if model not in one.refused]
+
+
+def refusing_hosts(found: Iterable[WorkerInfo], model: str) -> list[str]:
+    """The names of the hosts among these that were to serve a model, and could not load it."""
+    return [one.name for one in found if model in one.refused and not one.is_away]
 
 
 def served_models(connection: Redis, *, with_loading: bool = False) -> list[str]:
@@ -175,7 +183,7 @@ def served_models(connection: Redis, *, with_loading: bool = False) -> list[str]
     live = [worker for worker in found if with_loading or not worker.is_loading]
     names = {worker.model for worker in live if worker.model}
     names |= {served_name(w.model, each) for w in live if w.model for each in w.adapters}
-    names |= {model for worker in found for model in worker.models}
+    names |= {m for worker in found for m in worker.models if m not in worker.refused}
     return sorted(names)
 
 
@@ -248,6 +256,7 @@ def _worker_info(
         adapters=tuple(adapters),
         models=models,
         held=tuple(decode_held(values.get("bkv_held", "")).items()),
+        refused=decode_models(values.get("bkv_refused", "")),
     )
 
 

@@ -197,6 +197,20 @@ def test_a_model_that_a_host_may_load_is_wished_for(gateway: Gateway, worker: Li
     assert view.queues["other"].num_live == 1
 
 
+def test_a_model_that_a_host_failed_to_load_is_not_promised(
+    gateway: Gateway, worker: LiveWorker
+) -> None:
+    """The client learns where the reason stands, and the list of models leaves it out."""
+    fields = {"birth": "now", "queues": "batchkv:other", "bkv_models": '["other"]'}
+    HostMoves(worker.connection).beat("host", {**fields, "bkv_refused": '["other"]'}, 60)
+    with gateway.client(max_retries=0, timeout=20) as client:
+        assert "other" not in [one.id for one in client.models.list()]
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="other", prompt="hi")
+    assert caught.value.code == "model_unavailable"
+    assert "host failed to load other: the log there says why" in str(caught.value)
+
+
 def test_a_failure_in_the_middle_is_the_last_event(gateway: Gateway, worker: LiveWorker) -> None:
     """OpenAI's client raises it. A row whose worker has gone ends so, too, within seconds."""
     failed = replace(RESULT, outcome="failed", error=("engine_error", "so it is"))

@@ -407,11 +407,27 @@ def test_the_end_of_a_run_names_a_retry_only_where_it_helps(
     assert "`batchkv retry b --expires never` queues them again" in line
 
 
+def test_a_host_that_failed_to_load_the_model_is_named() -> None:
+    """Nobody waits for it in vain, while another host may still load the model."""
+    given = {"models": ("m", "n"), "refused": ("m",)}
+    broken = WorkerInfo("studio", "host", 1, (), "busy", 0.0, 0, 0, 0, **given)
+    said: list[str] = []
+    delays = Delays(lambda _: [], said.append, listed=lambda: [broken])
+    assert delays.look(status()) == "the model could not be loaded"
+    assert said[0].startswith("studio has tried to load m and failed: its log says why.")
+    assert said[0].endswith("on another machine: batchkv worker -m m")
+    assert unserved_note(status(), [broken]) == said[0]
+    able = replace(broken, name="mini", refused=())
+    delays = Delays(lambda _: [], said.append, listed=lambda: [broken, able])
+    assert delays.look(status()) == "a worker loads the model when it can"
+    assert "no worker holds m now; mini loads it as soon as" in said[1]
+
+
 def test_a_host_that_may_load_the_model_is_named() -> None:
     """It has no worker now, and needs none: a host serves it when its other rows have ended."""
     host = WorkerInfo("studio", "host", 1, (), "busy", 0.0, 0, 0, 0, models=("m", "n"))
     said: list[str] = []
     delays = Delays(lambda _: [], said.append, listed=lambda: [host])
     assert delays.look(status()) == "a worker loads the model when it can"
-    assert "no worker holds m now; studio serves it when" in said[0]
+    assert "no worker holds m now; studio loads it as soon as" in said[0]
     assert "studio" in unserved_note(status(), [host])

@@ -19,6 +19,7 @@ from batchkv_producer.monitor.workers import (
     hosts_of,
     listed_workers,
     read_workers,
+    refusing_hosts,
     served_models,
 )
 from batchkv_producer.wire import redis_keys
@@ -151,6 +152,26 @@ def test_a_model_that_is_refused_or_dies_leaves_the_others_alone(
         assert host.wait() == 2
     assert "a is refused" in host.said
     assert "b is refused" in host.said
+
+
+def test_a_host_says_which_model_it_could_not_load(
+    redis_connection: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """Whoever waits for that model is told so, and the rows of the other one are computed."""
+    host = start(redis_url, tmp_path, "host", "a", "b", broken="b")
+    batch = queue(redis_connection, tmp_path, "a", 2)
+    queue(redis_connection, tmp_path, "b", 1)
+    with running(host):
+        wait_until(lambda: served_by(redis_connection, "a") == 1)
+        wait_until(lambda: "failed to load b" in host_of(redis_connection).doing)
+        wait_until(lambda: is_done(redis_connection, batch))
+        found = host_of(redis_connection)
+        assert found.refused == ("b",)
+        assert (hosts_of([found], "a"), hosts_of([found], "b")) == (["host"], [])
+        assert refusing_hosts([found], "b") == ["host"]
+        assert "b" not in served_models(redis_connection)
+        host.process.terminate()
+        assert host.wait() == 0
 
 
 def test_a_claim_needs_what_was_last_seen(redis_connection: Redis) -> None:

@@ -101,7 +101,7 @@ class Host:
             self._processes.abandon()
             self._presence.remove()
             self._record.remove()
-        return code
+        return code if is_over else 0
 
     # -- one turn
 
@@ -125,6 +125,7 @@ class Host:
         held = {one.model: one.name for one in self._processes if not one.is_ending}
         if self._next is not None:
             held[self._next.model] = self._next_name
+        self._record.refused = self._refused
         self._version = self._record.beat(held, self._words())
         view = self._watcher.look({one.name for one in self._processes})
         self._note_progress(view)
@@ -263,7 +264,13 @@ class Host:
         if loading:
             return f"loading {loading[0]}"
         held = ", ".join(one.model for one in self._processes)
-        return f"holds {held}" if held else "holds no model"
+        words = f"holds {held}" if held else "holds no model"
+        return f"{words}, failed to load {', '.join(self._refused)}" if self._refused else words
+
+    @property
+    def _refused(self) -> list[str]:
+        """Models that could not be loaded, because their configuration is wrong."""
+        return [model for model in self._plan.models if self._setbacks.is_refused(model)]
 
     # -- the end
 
@@ -279,8 +286,7 @@ class Host:
 
     def _is_over(self) -> tuple[bool, int]:
         """Whether to end by itself, and the exit code."""
-        refused = [model for model in self._plan.models if self._setbacks.is_refused(model)]
-        if not len(self._processes) and len(refused) == len(self._plan.models):
+        if not len(self._processes) and len(self._refused) == len(self._plan.models):
             log.error("no model of this worker can be served")
             return True, EXIT_CONFIGURATION
         if self._idle_since is None or self._is_away:

@@ -30,6 +30,7 @@ class HostRecord:
         self._connection = connection
         self._moves = HostMoves(connection)
         self._name = name
+        self.refused: Sequence[str] = ()  # models that could not be loaded; the host sets it
         self._constant = {
             "birth": iso_now(),
             "queues": ",".join(map(redis_keys.queue_name, models)),
@@ -75,4 +76,6 @@ class HostRecord:
     def _fields(self, held: Mapping[str, str], words: str) -> dict[str, Any]:
         state = "busy" if held else "idle"
         changing = {"state": state, "last_heartbeat": iso_now(), "bkv_state": words}
-        return {**self._constant, **changing, "bkv_held": encode_held(held)}
+        refused = encode_models(tuple(self.refused))
+        held_now = encode_held(held)
+        return {**self._constant, **changing, "bkv_held": held_now, "bkv_refused": refused}
