@@ -21,6 +21,7 @@ from batchkv_producer.settings_table import DTYPES, TABLE
 from batchkv_worker.errors import SettingsError
 from batchkv_worker.kv.schemes.spec import SchemeSpec
 from batchkv_worker.settings import WorkerSettings
+from batchkv_worker.tune.options import one_model_option
 
 if TYPE_CHECKING:
     from batchkv_worker.queue.models.start import Asked
@@ -171,7 +172,7 @@ Every number is measured, against float on the same device:
 
 
 @click.command("kv-report", epilog=REPORT_EPILOG)
-@click.option("-m", "--model", required=True, help="'demo', a folder, or a Hugging Face name.")
+@one_model_option
 @click.option(
     "--schemes",
     metavar="A,B,C",
@@ -279,7 +280,7 @@ measured once: that shows that it works, not how fast.
 
 
 @click.command("bench", epilog=BENCH_EPILOG)
-@click.option("-m", "--model", required=True, help="'demo', a folder, or a Hugging Face name.")
+@one_model_option
 @click.option(
     "--schemes",
     metavar="A,B,C",

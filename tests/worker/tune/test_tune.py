@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
+from batchkv_producer.errors import UsageError
+from batchkv_worker.cli import bench_command, kv_report_command
 from batchkv_worker.kv.attention.paths import LayerAttention, attend
 from batchkv_worker.kv.backends import timing
 from batchkv_worker.kv.backends.measurements import FOLDER
@@ -128,3 +131,10 @@ def test_the_table_of_a_gpu() -> None:
         "rows do not share prefixes in attention\n"
         "nothing of this is kept\n"
     )
+
+
+@pytest.mark.parametrize("command", [tune_command, kv_report_command, bench_command])
+def test_two_models_are_not_measured_as_one(command: click.Command) -> None:
+    """A command that measures one model refuses a second one, rather than forget the first."""
+    with pytest.raises(UsageError, match="-m demo -m other: this command measures one model"):
+        command.main(["-m", "demo", "-m", "other"], standalone_mode=False)

@@ -12,6 +12,7 @@ import click
 from batchkv_producer.errors import BatchkvError
 from batchkv_producer.settings_table import DTYPES, WEIGHTS
 from batchkv_worker.settings import WorkerSettings
+from batchkv_worker.tune.options import one_model_option
 
 EPILOG = """\b
 Examples:
@@ -28,7 +29,7 @@ share of the largest number; a path whose error is too large is never used.
 
 
 @click.command("tune", epilog=EPILOG)
-@click.option("-m", "--model", required=True, help="'demo', a folder, or a Hugging Face name.")
+@one_model_option
 @click.option("--kv-scheme", metavar="SCHEME", help="The same as for `batchkv worker`.")
 @click.option("--slots", metavar="N", help="The same as for `batchkv worker`.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="The same as for `batchkv worker`.")
