@@ -58,9 +58,10 @@ def shorten_middle(text: str, limit: int) -> str:
 
 
 def shorten_model(text: str, limit: int) -> str:
-    """A model's name in at most ``limit`` characters. Its owner or folder is left out first."""
+    """A model's name in at most ``limit`` characters, or names between commas. Their owners or
+    folders are left out first."""
     if len(text) > limit:
-        text = text.rstrip("/").rpartition("/")[2]
+        text = ", ".join(name.rstrip("/").rpartition("/")[2] for name in text.split(", "))
     return shorten_middle(text, limit)
 
 
@@ -85,10 +86,20 @@ def _apart(texts: Sequence[str], limit: int, shorten: Callable[[str, int], str])
         if not groups:
             break
         for group in groups:
+            others = {shown for text, shown in short.items() if text not in group}
+            heads = {text: _cut_end(text, limit) for text in group}
+            if len(others.union(heads.values())) == len(others) + len(group):
+                short |= heads  # as much of them as can be read at once
+                continue
             pairs = zip(min(group), max(group), strict=False)
             start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             short |= {text: _cut_before(text, start, limit) for text in group}
     return [short[text] for text in texts]
+
+
+def _cut_end(text: str, limit: int) -> str:
+    """The text in at most ``limit`` characters: its beginning."""
+    return text if len(text) <= limit else text[: max(0, limit - len(CUT))] + CUT[:limit]
 
 
 def _cut_before(text: str, start: int, limit: int) -> str:
@@ -96,7 +107,7 @@ def _cut_before(text: str, start: int, limit: int) -> str:
     num_head = min(start, max(0, limit - len(CUT)) // 3)
     room = limit - num_head - len(CUT)
     if start <= num_head or room <= 0:
-        return text if len(text) <= limit else text[: max(0, limit - len(CUT))] + CUT[:limit]
+        return _cut_end(text, limit)
     tail = text[min(start, len(text) - room) :]
     if len(tail) > room:
         tail = tail[: max(1, room - len(CUT))] + CUT[: room - 1]

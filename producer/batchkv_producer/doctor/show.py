@@ -27,7 +27,7 @@ FORMAT = 1  # of the JSON
 def lines_of(finding: Finding, width: int) -> list[str]:
     """``ok    python   what was found``, and below it what to do."""
     head = f"{finding.verdict.level:<{_LEVEL_WIDTH}}{finding.name:<{NAME_WIDTH}}"
-    margin = " " * max(len(head), _LEVEL_WIDTH + NAME_WIDTH)
+    margin = " " * (len(head) + (len(finding.name) >= NAME_WIDTH))  # two blanks behind a long name
     room = min(max(width, _MIN_WIDTH), _MAX_WIDTH) - len(margin)
     found = _wrapped(finding.verdict.found, room)
     lines = [f"{head:<{len(margin)}} {found[0]}", *(f"{margin} {line}" for line in found[1:])]

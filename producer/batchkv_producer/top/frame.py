@@ -67,9 +67,11 @@ def _sums(view: View) -> str:
     queued = sum(batch.queued for batch in view.batches)
     held = sum(batch.running for batch in view.batches)
     now = datetime.fromtimestamp(view.read_at, UTC).strftime("%H:%M:%S UTC")
-    noun = "worker" if len(view.workers) == 1 else "workers"
+    # A host takes no rows itself: its workers do, and have lines of their own.
+    num_workers = sum(not worker.info.is_host for worker in view.workers)
+    noun = "worker" if num_workers == 1 else "workers"
     return (
-        f"{now}  {len(view.workers):,} {noun}, {view.tokens_per_second:,} tok/s; "
+        f"{now}  {num_workers:,} {noun}, {view.tokens_per_second:,} tok/s; "
         f"{num_open:,} open, {held:,} rows held, {queued:,} queued"
     )
 

@@ -286,6 +286,14 @@ def test_shortened_names_of_a_column_differ(limit: int) -> None:
     assert [len(name) for name in shorten_names(["abcdefgh1x", "abcdefgh2x"], 3)] == [3, 3]
 
 
+def test_short_names_keep_what_can_be_read() -> None:
+    """Names that already differ at their beginning are cut at their end; of lists, each name."""
+    names = ["long.jsonl", "long3.jsonl", "prompts.jsonl"]
+    assert shorten_names(names, 8) == ["long.j..", "long3...", "pro..onl"]
+    assert shorten_model("demo, of-mine/small, /models/other", 20) == "demo, small, other"
+    assert shorten_model("demo, of-mine/small", 20) == "demo, of-mine/small"
+
+
 def test_what_does_not_fit_is_narrowed_then_dropped() -> None:
     """Names become shorter first. Then columns are left out by their number, empty ones at once."""
     columns = [

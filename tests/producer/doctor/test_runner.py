@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -109,6 +110,10 @@ def test_lines_fit_the_terminal() -> None:
     assert max(map(len, lines)) <= 80
     assert sum("->" in line for line in lines) == 1
     assert lines[0].startswith("warn  a check")
+    long = replace(finding(Level.OK, "found " * 30), name="stored prefix, demo2")
+    first, *more = show.lines_of(long, 80)
+    assert first.startswith("ok    stored prefix, demo2  found")
+    assert all(line.startswith(" " * 28 + "found") and len(line) <= 80 for line in more)
 
 
 def test_the_summary_counts() -> None:

@@ -68,6 +68,9 @@ def test_a_frame_has_batches_and_workers() -> None:
     ]
     assert shown["old-mac"] == ["old-mac", "busy", "0s", "ago"]
     assert "2 workers, 88 tok/s; 1 open, 6 rows held, 60 queued" in lines[0]
+    host = worker("host", models=(MODEL,))  # takes no rows itself
+    first, *_ = draw(view(batches, [new, host]), Screen(160, 40)).plain.splitlines()
+    assert "1 worker, 88 tok/s" in first
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
