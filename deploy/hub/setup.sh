@@ -87,8 +87,8 @@ printf 'HUB_UID=%s\nHUB_GID=%s\n' "$(id -u)" "$(id -g)" >"$hub/.env"
 
 cat <<END
 The hub's directory is ready: $hub
-On Linux with Docker:  cd $hub && docker compose up -d
-On a Mac:              batchkv service install hub --hub $hub
+Start it on a Mac, or on Linux with systemd:  batchkv service install hub --hub $hub
+Or on Linux with Docker:                      cd $hub && docker compose up -d queue
 Copy $hub/secrets/worker.url to each machine that runs a worker, and
 $hub/secrets/producer.url to each machine that submits. Let only their owner read the copies.
 A worker that shares prefixes also needs $hub/secrets/cache.tiers. admin.url stays here.

@@ -81,7 +81,7 @@ TABLE = (
     Setting(
         "memory_bytes", ("BATCHKV_MEMORY",), "--memory", ValueType.SIZE,
         no_default="from the device", unit="bytes", metavar="SIZE", help="KV memory, like 4GB.",
-        run_help="Memory that a worker may use, like 12GB.",
+        run_help="Memory of a worker for keys and values, like 4GB.",
         about="memory for keys and values; an eighth of it stores prefixes",
     ),
     Setting(

@@ -110,7 +110,7 @@ def test_batchkv_worker_takes_flags(
     with workers(started) as (worker,):
         assert worker.wait() == 0
     assert_reconciled(redis_connection, batch)
-    assert "up to 12 jobs" in worker.said
+    assert "up to 12 rows at once" in worker.said
     assert redis_connection.exists("rq:worker:mine")
 
 

@@ -168,7 +168,11 @@ class _Missing(click.Command):
 
     def __init__(self, name: str, module: str) -> None:
         extra = EXTRAS.get(name, EXTRA)
-        message = f"`batchkv {name}` needs {module}: pip install '{extra}'"
+        target = "make venv SET=worker" if extra == EXTRA else "make venv"
+        message = (
+            f"`batchkv {name}` needs {module}: in a clone run `{target}`, elsewhere "
+            f"pip install '{extra}'"
+        )
 
         def complain(**_: Any) -> NoReturn:
             raise click.ClickException(message)

@@ -204,7 +204,9 @@ def _batch_line(value: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
             raise unsupported(f"{name[:80]} is not a field of a batch line")
     if value.get("method") not in (None, "POST"):
         raise unsupported(f"method must be POST, got {shown(value['method'])}")
-    body = value.get("body")
+    if "body" not in value:
+        raise invalid("body is missing: it holds the model, and the prompt or the messages")
+    body = value["body"]
     if not isinstance(body, dict):
         raise invalid(f"body must be an object, got {shown(body)}")
     url = value.get("url")

@@ -71,6 +71,8 @@ def _content(where: str, item: dict[str, Any]) -> str:
         return "".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
     if content is None and item.get("role") == "assistant" and item.get("tool_calls"):
         return ""
+    if "content" not in item:
+        raise invalid(f"{where}.content is missing")
     raise invalid(f"{where}.content must be a string or a list of text parts, got {shown(content)}")
 
 

@@ -244,6 +244,10 @@ def explain(fault: RedisError, url: str, platform: str = sys.platform) -> str:
 
 _ANY: tuple[type[Exception], ...] = (RedisError,)
 _AUTH = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError)
+_NO_ANSWER = (
+    "does not answer: is the address right, the machine awake, and is it Redis? The URL of a "
+    "gateway begins with http://"
+)
 _NO_CONNECTION = "accepts no more connections (maxclients): end other clients, or raise maxclients"
 _OLDER = (
     "the hub's users are older than this batchkv: run deploy/hub/setup.sh of this version there "
@@ -286,7 +290,7 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
     (_ANY, "max number of clients", _NO_CONNECTION),
     (_ANY, "protected mode", "is in protected mode and refuses other machines: set a password and "
      "a bind address there"),
-    ((TimeoutError,), "", "does not answer: is the address right, and the machine awake?"),
+    ((TimeoutError,), "", _NO_ANSWER),
     ((ConnectionError,), "certificate has expired", "has a certificate that has expired: renew it "
      "there"),
     ((ConnectionError,), "(?i)(hostname|ip address) mismatch|not valid for", "has a certificate "
@@ -299,8 +303,7 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
      "connection: was it stopped? A rediss:// server also does so with redis://"),
     ((ConnectionError,), "(?i)name or service|nodename|name resolution|getaddrinfo", "cannot be "
      "found: there is no machine by that name"),
-    ((ConnectionError,), "(?i)timed? ?out", "does not answer: is the address right, and the "
-     "machine awake?"),
+    ((ConnectionError,), "(?i)timed? ?out", _NO_ANSWER),
     ((ConnectionError,), "", "cannot be reached: is it running there? Without --url and "
      "BATCHKV_REDIS_URL batchkv starts one of its own"),
 )  # fmt: skip
@@ -309,9 +312,11 @@ _FAULTS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
 def _client(url: str, **settings: Any) -> Redis:
     refuse_gateway(url)
     if not url.startswith(SCHEMES):
-        gateway = "" if "://" in url else "; that of a gateway begins with http:// or https://"
         schemes = ", ".join(SCHEMES)
-        raise UsageError(f"Redis URL {masked(url)} must begin with one of {schemes}{gateway}")
+        raise UsageError(
+            f"Redis URL {masked(url)} must begin with one of {schemes}; that of a gateway begins "
+            "with http:// or https://"
+        )
     settings = {name: value for name, value in settings.items() if value is not None}
     try:
         # The error's text may contain the password, so it is not shown.

@@ -209,7 +209,10 @@ class Session:
                 case Ready():
                     self._state.is_ready = True
                     self._side.maker = self._in_flight.maker = self._engine.maker
-                    log.info("the engine is ready: up to %d jobs", self._engine.max_in_flight)
+                    log.info(
+                        "the engine is ready: up to %d rows at once, those that wait included",
+                        self._engine.max_in_flight,
+                    )
                 case Serving():
                     self._serving = notice
                 case Recalled(job_ids):
