@@ -274,8 +274,8 @@ Examples:
 \b
 The tables are Markdown, to paste into an issue. They name the chip, and no
 person or host. The bound of a figure follows from this machine's bandwidth
-and rate of products, which are measured first. With --quick few rows are
-measured once: that shows that it works, not how fast.
+and rate of products, which are measured first. It takes some minutes. With
+--quick few rows are measured once: that shows that it works, not how fast.
 """
 
 

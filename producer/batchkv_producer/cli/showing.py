@@ -24,6 +24,7 @@ from batchkv_producer.monitor.mismatch import find_mismatch
 from batchkv_producer.monitor.remaining import share_done
 from batchkv_producer.monitor.workers import WorkerInfo
 from batchkv_producer.progress import duration, printable, rows
+from batchkv_producer.remote.rows import is_openai_id
 from batchkv_producer.server.memory_use import MemoryUse, size_text
 from batchkv_producer.tables import (
     CUT,
@@ -37,6 +38,7 @@ from batchkv_producer.tables import (
 from batchkv_producer.wire.maker import Maker
 
 NO_BATCHES = "no batches: `batchkv run FILE -m MODEL` computes the rows of a file"
+NOT_QUEUED = "not queued"  # no row of it
 MIN_PART_CHARS = 16  # of a part that is cut; a shorter one is left out
 
 
@@ -137,7 +139,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
         [
             ("batch", batch.batch_id),
             ("name", batch.name),
-            ("state", state_of(batch)),
+            ("state", state_of(batch) + _why_not_queued(batch)),
             ("done", share_done(batch) + (f", about {soon} left" if soon else "")),
             ("model", batch.model),
             ("queue", batch.queue),
@@ -262,12 +264,18 @@ def _prompt_tokens(batch: BatchStatus) -> str:
     return f"{batch.prompt_tokens:,} ({batch.cached_tokens:,} cached{saved})"
 
 
+def _why_not_queued(batch: BatchStatus) -> str:
+    """Where the reasons stand, for a batch of OpenAI's API whose file is wrong."""
+    is_wrong = state_of(batch) == NOT_QUEUED
+    return f": if its file is wrong, `batchkv wait {batch.batch_id}` says why" if is_wrong else ""
+
+
 def state_of(batch: BatchStatus) -> str:
     """The state of a batch, in a word or two."""
     if batch.is_forgotten:
         return "being forgotten"
     if batch.is_done:
-        return "done"
+        return NOT_QUEUED if is_openai_id(batch.batch_id) and not batch.total else "done"
     if not batch.is_submitted:
         return "being submitted"
     return "running" if batch.running else "waiting"

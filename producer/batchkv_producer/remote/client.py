@@ -220,6 +220,8 @@ class RemoteClient:
             self.wait(batch_id)
             follow = False
         full_id = batch_id if len(batch_id) == ID_CHARS else self.status(batch_id).batch_id
+        if is_openai_id(full_id):
+            self._check_queued(full_id)
         return RowReader(self._transport, full_id, order, after, is_followed=follow).each()
 
     def results_of(
@@ -306,6 +308,8 @@ class RemoteClient:
         path = path_of(batch_id, "retry")
         answer = self._transport.send("POST", path, None, terms.headers(), body)
         num = part(answer, "queued", int)
+        if not num and is_openai_id(batch_id):
+            self._check_queued(batch_id)
         if answer.get("openai_id"):
             self._transport.note(f"a batch of OpenAI's API ends once: see {answer['openai_id']}")
         return num

@@ -318,13 +318,16 @@ def test_a_batch_that_failed_its_check_is_no_success(
     batch = made(client, b'{"a": 1}\n')
     gone(http, batch.id)
     remote = connect_gateway(gateway.url.removesuffix("/v1"))
-    with pytest.raises(UsageError, match=r"^nothing was queued; line 1: .* make a new batch$"):
-        remote.wait(batch.id)
-    assert list(remote.results(batch.id)) == []
+    for ask in (remote.wait, remote.results, remote.retry):
+        with pytest.raises(UsageError, match=r"^nothing was queued; line 1: .* make a new batch$"):
+            ask(batch.id)
     url = ("--url", gateway.url.removesuffix("/v1"))
     for command in (["status", batch.id], ["list"]):
         said = CliRunner().invoke(cli, [*command, *url], prog_name="batchkv").stdout
         assert "no rows" in said and "100 %" not in said
+        assert "not queued" in said
+    shown = CliRunner().invoke(cli, ["status", batch.id, *url], prog_name="batchkv").stdout
+    assert f"`batchkv wait {batch.id}` says why" in " ".join(shown.split())
 
 
 def test_canceled_rows_are_counted_as_such(http: HttpClient, client: OpenAI) -> None:
