@@ -49,7 +49,7 @@ class FakePlan:
     load_seconds: float = 0.0
     loading: str = ""  # what it says of itself meanwhile
     load_error: str = ""
-    broken: str = ""  # the model that cannot be loaded; "": all can be
+    broken: str = ""  # MODEL:FILE, which cannot be loaded until there is such a file
     answer: str = ""  # instead of the echo
     fingerprint: str = ""  # of the model that it says it has
     scheme: str = "affine8"
@@ -249,8 +249,9 @@ def rows_of(settings: WorkerSettings) -> tuple[int, int]:
 
 def build_fake(settings: WorkerSettings, plan: FakePlan) -> FakeEngine:
     """The factory's form of FakeEngine."""
-    if plan.broken and plan.broken == settings.model:
-        raise ModelError(f"{plan.broken} is broken")
+    model, _, file = plan.broken.partition(":")
+    if model == settings.model and not Path(file).exists():
+        raise ModelError(f"{model} is broken")
     return FakeEngine(*rows_of(settings), plan, [one.name for one in settings.adapters])
 
 

@@ -20,6 +20,7 @@ from batchkv_worker.queue.startup import exit_with
 
 host_module.LOOK_SECONDS = 0.1  # tests wait for it again and again
 setbacks.IDLE_SECONDS = 1.0
+setbacks.REFUSED_SECONDS = float(os.environ.get("FAKE_REFUSED_SECONDS", "600"))
 COMMAND = (sys.executable, "-m", "support.fake_engine")
 LOAD_SECONDS = 0.5
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.manage import drain
-from batchkv_producer.monitor.hosts import HostMoves
+from batchkv_producer.monitor.hosts import HostMoves, wish_for
 from batchkv_producer.monitor.workers import (
     WorkerInfo,
     hosts_of,
@@ -158,7 +159,7 @@ def test_a_host_says_which_model_it_could_not_load(
     redis_connection: Redis, redis_url: str, tmp_path: Path
 ) -> None:
     """Whoever waits for that model is told so, and the rows of the other one are computed."""
-    host = start(redis_url, tmp_path, "host", "a", "b", broken="b")
+    host = start(redis_url, tmp_path, "host", "a", "b", broken="b:never")
     batch = queue(redis_connection, tmp_path, "a", 2)
     queue(redis_connection, tmp_path, "b", 1)
     with running(host):
@@ -172,6 +173,26 @@ def test_a_host_says_which_model_it_could_not_load(
         assert "b" not in served_models(redis_connection)
         host.process.terminate()
         assert host.wait() == 0
+
+
+def test_a_model_that_could_be_loaded_later_is_refused_no_more(
+    redis_connection: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has to send it a row first: it is ready for a call of a gateway."""
+    monkeypatch.setenv("FAKE_REFUSED_SECONDS", "1")
+    mended = tmp_path / "mended"
+    host = start(redis_url, tmp_path, "host", "a", "b", broken=f"b:{mended}")
+    batch = queue(redis_connection, tmp_path, "b", 1)
+    with running(host):
+        wait_until(lambda: "b is refused" in host.said)
+        wait_until(lambda: host_of(redis_connection).refused == ("b",))
+        Client(redis_connection).cancel(batch)
+        mended.write_text("", "utf-8")
+        wish_for(redis_connection, "b")
+        wait_until(lambda: served_by(redis_connection, "b") == 1)
+        wait_until(lambda: host_of(redis_connection).refused == ())
+        wait_until(lambda: "holds b" in host_of(redis_connection).doing)
+        assert "failed" not in host_of(redis_connection).doing
 
 
 def test_a_claim_needs_what_was_last_seen(redis_connection: Redis) -> None:

@@ -270,7 +270,9 @@ class Host:
     @property
     def _refused(self) -> list[str]:
         """Models that could not be loaded, because their configuration is wrong."""
-        return [model for model in self._plan.models if self._setbacks.is_refused(model)]
+        ready = {one.model for one in self._processes if one.is_ready}  # by now
+        models = (model for model in self._plan.models if model not in ready)
+        return [model for model in models if self._setbacks.is_refused(model)]
 
     # -- the end
 
