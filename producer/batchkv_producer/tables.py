@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -85,16 +85,23 @@ def _apart(texts: Sequence[str], limit: int, shorten: Callable[[str, int], str])
         groups = [group for group in alike.values() if len(group) > 1]
         if not groups:
             break
+        taken = Counter(short.values())
         for group in groups:
-            others = {shown for text, shown in short.items() if text not in group}
-            heads = {text: _cut_end(text, limit) for text in group}
-            if len(others.union(heads.values())) == len(others) + len(group):
-                short |= heads  # as much of them as can be read at once
-                continue
-            pairs = zip(min(group), max(group), strict=False)
-            start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            short |= {text: _cut_before(text, start, limit) for text in group}
+            taken.subtract(short[text] for text in group)
+            short |= _cut_apart(group, limit, taken)
+            taken.update(short[text] for text in group)
     return [short[text] for text in texts]
+
+
+def _cut_apart(group: Sequence[str], limit: int, taken: Counter[str]) -> dict[str, str]:
+    """Texts of a group, each cut at its end, so that it can be read, if they differ then from each
+    other and from what is taken; else cut before the part in which they differ."""
+    heads = {text: _cut_end(text, limit) for text in group}
+    if len(set(heads.values())) == len(group) and not any(taken[one] for one in heads.values()):
+        return heads
+    pairs = zip(min(group), max(group), strict=False)
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return {text: _cut_before(text, start, limit) for text in group}
 
 
 def _cut_end(text: str, limit: int) -> str:

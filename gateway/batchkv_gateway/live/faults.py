@@ -66,6 +66,7 @@ def of_refusal(
         message = f"no worker holds {model} now. One may load it soon: try again in some seconds"
         return ApiError(UNAVAILABLE, message, code="model_loading")
     if refusing := refusing_hosts(listed, model):
+        wish_for(connection, model)  # the host tries again after a while, if somebody wants it
         message = f"{', '.join(refusing)} failed to load {model}: the log there says why"
         return ApiError(UNAVAILABLE, message, code="model_unavailable")
     if not workers:

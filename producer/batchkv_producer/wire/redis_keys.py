@@ -138,8 +138,9 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``wire.figures.worker``) and ``bkv_counted`` (what its queue's
                                    totals have of its work). ``bkv_drain`` is written by whoever
                                    drains the worker: 1, until it is resumed. A host (``hosts``)
-                                   has ``bkv_models`` (JSON: the models that it may serve) and
-                                   ``bkv_held`` (JSON: model -> the worker that holds it)
+                                   has ``bkv_models`` (JSON: the models that it may serve),
+                                   ``bkv_held`` (JSON: model -> the worker that holds it) and
+                                   ``bkv_refused`` (JSON: those that it could not load)
 ``rq:workers``             set     keys of all workers; ``rq:workers:Q`` those of one queue
 ``rq:suspended``           string  while it is there, no worker takes jobs
 ``rq:pubsub:<name>``       channel RQ's commands to a worker (``stop-job``)

@@ -5,15 +5,15 @@
 
 Each start is a process of its own, with the same home folder, and builds the engine that
 ``batchkv worker`` builds at its defaults. The first one measures and compiles, unless ``--kept``
-names a home where that is done. Compared are all results in the home's measurements, as they are
-when a start is ready. Exit code 1 if two starts have different ones.
+names a home where that is done. Compared are what each engine uses (attention paths, sizes of
+chunks, kernels in place of the model's operations), and the results that are stored for such an
+engine. Exit code 1 if two starts have different ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -32,9 +32,9 @@ def build(model: str) -> Start:
     """One start, in this process: seconds until loaded and until ready, and its results."""
     begun = time.perf_counter()
     from batchkv_worker.engine.factory import build_engine
-    from batchkv_worker.kv.backends.measurements import FOLDER
     from batchkv_worker.model.load_progress import listening
     from batchkv_worker.settings import WorkerSettings
+    from batchkv_worker.tune.tuning import tuning_of
 
     moments: dict[str, float] = {}
 
@@ -44,9 +44,12 @@ def build(model: str) -> Start:
     with listening(note):
         engine = build_engine(WorkerSettings.from_env({}, model=model))
     ready = time.perf_counter() - begun
+    used = tuning_of(engine).as_json() | {"layers": None}  # whose times are among the stored
+    used["paths"] = {str(scheme): path for scheme, path in engine.plan.paths.items()}
+    file = engine.plan.backend.measurements.file
     engine.close()
-    files = sorted((Path(os.environ["BATCHKV_HOME"]) / FOLDER).glob("*.json"))
-    results = {file.name: json.loads(file.read_text("utf-8")) for file in files}
+    stored = {} if file is None else json.loads(file.read_text("utf-8"))
+    results = {"used": used, "stored": stored}
     return {"loaded": moments[MEASURING], "ready": ready, "results": results}
 
 

@@ -209,6 +209,8 @@ def test_a_model_that_a_host_failed_to_load_is_not_promised(
             client.completions.create(model="other", prompt="hi")
     assert caught.value.code == "model_unavailable"
     assert "host failed to load other: the log there says why" in str(caught.value)
+    view = Watcher(worker.connection, "host", ["other"]).look(set())
+    assert view.queues["other"].num_live == 1, "the host is to try again"
 
 
 def test_a_failure_in_the_middle_is_the_last_event(gateway: Gateway, worker: LiveWorker) -> None:

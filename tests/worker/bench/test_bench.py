@@ -161,13 +161,13 @@ def test_parts_are_named_or_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--parts", "speed"], "no part 'speed'"),
-        (["--schemes", "affine9"], "--schemes affine9"),
+        (["-m", "demo", "--parts", "speed"], "no part 'speed'"),
+        (["-m", "demo", "--schemes", "affine9"], "--schemes affine9"),
         (["-m", "/nowhere/model"], "'/nowhere/model'"),
     ],
 )
 def test_wrong_use_ends_with_one_sentence(flags: list[str], said: str) -> None:
     """With exit code 2, before anything is measured."""
-    found: Any = CliRunner().invoke(bench_command, ["-m", "demo", "--quick", *flags])
+    found: Any = CliRunner().invoke(bench_command, ["--quick", *flags])
     assert found.exit_code == 2
     assert said in found.stderr and "Traceback" not in found.stderr

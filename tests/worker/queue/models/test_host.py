@@ -232,4 +232,6 @@ def test_models_that_die_are_left_alone_longer_each_time() -> None:
     assert setbacks.note_end("b", 72, 0.0) == 1.0
     assert setbacks.note_end("c", 2, 0.0) == 600.0
     assert setbacks.is_refused("c") and not setbacks.is_refused("a")
+    setbacks.note_ready("c")
+    assert not setbacks.is_refused("c") and not setbacks.failure("c")
     assert setbacks.is_aside("a", 59.0) and not setbacks.is_aside("a", 60.0)

@@ -198,6 +198,7 @@ class Host:
             has_model = is_ready(info)
             if has_model and not one.is_ready:
                 one.is_ready, one.idle_since = True, now
+                self._setbacks.note_ready(one.model)
                 self._load_seconds[one.model] = now - one.since
                 one.since = now
                 log.info("%s serves %s", one.name, one.model)
@@ -270,9 +271,7 @@ class Host:
     @property
     def _refused(self) -> list[str]:
         """Models that could not be loaded, because their configuration is wrong."""
-        ready = {one.model for one in self._processes if one.is_ready}  # by now
-        models = (model for model in self._plan.models if model not in ready)
-        return [model for model in models if self._setbacks.is_refused(model)]
+        return [model for model in self._plan.models if self._setbacks.is_refused(model)]
 
     # -- the end
 

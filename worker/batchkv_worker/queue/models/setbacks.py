@@ -48,6 +48,10 @@ class Setbacks:
         one.aside_until = now + pause
         return pause
 
+    def note_ready(self, model: str) -> None:
+        """The process of a model has loaded it."""
+        self._of(model).is_refused = False
+
     def note_work(self, model: str) -> None:
         """The process of a model has rows."""
         one = self._of(model)
