@@ -49,11 +49,24 @@ def test_a_model_stays_for_a_while() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds_left", "helps"), [(None, False), (15.0, False), (25.0, True), (math.inf, True)]
+    ("holders", "seconds_left", "helps"),
+    [
+        (1, None, False),
+        (1, 25.0, False),
+        (1, 35.0, True),
+        (1, math.inf, True),
+        (3, 45.0, False),
+        (3, 55.0, True),
+    ],
 )
-def test_nobody_follows_another_for_a_few_rows(seconds_left: float | None, helps: bool) -> None:
-    """A model that another holds is loaded only if its rows last much longer than the loading."""
-    queues = {"a": Queue(), "b": Queue(100, num_holders=1, seconds_left=seconds_left)}
+def test_nobody_follows_others_for_a_few_rows(
+    holders: int, seconds_left: float | None, helps: bool
+) -> None:
+    """A model that others hold is loaded only if its rows end sooner by more than the loading.
+
+    It takes 10 s. With rows for 35 s, one more host ends them after 22.5 s.
+    """
+    queues = {"a": Queue(), "b": Queue(100, num_holders=holders, seconds_left=seconds_left)}
     assert (choose(APART, IDLE, queues, LOAD, 60.0) is not None) == helps
 
 

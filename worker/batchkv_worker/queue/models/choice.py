@@ -3,9 +3,9 @@
 - It serves a model until its queue is empty and no row of it is under way. Somebody who got an
   answer at once in the last minute counts as work.
 - Then it changes to a model that is **wanted**: rows of it wait, and nobody else holds it. A model
-  that others hold is wanted, too, if its rows will last much longer than loading takes. How long
-  they last is measured at their present speed. While another host still loads the model, that is
-  not known, so nobody follows it for a few rows.
+  that others hold is wanted, too, if its rows then end sooner, by more than loading takes. How
+  long they last is measured at their present speed. While another host still loads the model,
+  that is not known, so nobody follows it for a few rows.
 - Models of one group are loaded beside each other, without a change.
 - A model stays for a while after it was loaded, before another one takes its place.
 - If all rows of a queue are for other workers, its queue counts as empty for a while.
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WORTH = 2.0  # rows must last this many times as long as loading does, so that one more host helps
 LIVE_ROWS = 1_000_000  # somebody who waits for an answer counts as many rows of a batch
 
 
@@ -115,8 +114,11 @@ def _is_wanted(queue: Queue, load_seconds: float) -> bool:
         return False
     if queue.num_holders == 0:
         return True
-    left = queue.seconds_left
-    return left is not None and left > WORTH * load_seconds
+    if queue.seconds_left is None:
+        return False
+    # While this host loads, the others go on; then there is one more, as fast as each of them.
+    saved = (queue.seconds_left - load_seconds) / (queue.num_holders + 1)
+    return saved > load_seconds
 
 
 def _may_leave(held: Mapping[str, Held], queues: Mapping[str, Queue]) -> bool:
