@@ -580,16 +580,13 @@ def plan_of(model: Any, scheme: str, path: AttentionPath, *, chunks: bool) -> Kv
     """
     fixed = Fixed(path, 2048, 768, chunks=chunks)
     backend = HostBackend(measurements=Checks())
-    small = build_model(CHECKED_LAYERS)
-    for one in (small, model):
-        plan = make_plan(
-            *("bench", one, discover("bench", one), scheme, mx.bfloat16, backend),
-            slots=ROWS,
-            fixed=fixed,
-        )
-        if one is small:
-            plan.undo()
-    return plan
+
+    def plan_for(one: Any) -> KvPlan:
+        what = "bench", one, discover("bench", one), scheme, mx.bfloat16, backend
+        return make_plan(*what, slots=ROWS, fixed=fixed)
+
+    plan_for(build_model(CHECKED_LAYERS)).undo()
+    return plan_for(model)
 
 
 def main() -> None:

@@ -38,7 +38,6 @@ from batchkv_producer.tables import (
 from batchkv_producer.wire.maker import Maker
 
 NO_BATCHES = "no batches: `batchkv run FILE -m MODEL` computes the rows of a file"
-NOT_QUEUED = "not queued"  # no row of it
 MIN_PART_CHARS = 16  # of a part that is cut; a shorter one is left out
 
 
@@ -266,8 +265,14 @@ def _prompt_tokens(batch: BatchStatus) -> str:
 
 def _why_not_queued(batch: BatchStatus) -> str:
     """Where the reasons stand, for a batch of OpenAI's API whose file is wrong."""
-    is_wrong = state_of(batch) == NOT_QUEUED
-    return f": if its file is wrong, `batchkv wait {batch.batch_id}` says why" if is_wrong else ""
+    if not _is_not_queued(batch):
+        return ""
+    return f": if its file is wrong, `batchkv wait {batch.batch_id}` says why"
+
+
+def _is_not_queued(batch: BatchStatus) -> bool:
+    """Whether a batch of OpenAI's API has ended before any row of it was queued."""
+    return batch.is_done and not batch.total and is_openai_id(batch.batch_id)
 
 
 def state_of(batch: BatchStatus) -> str:
@@ -275,7 +280,7 @@ def state_of(batch: BatchStatus) -> str:
     if batch.is_forgotten:
         return "being forgotten"
     if batch.is_done:
-        return NOT_QUEUED if is_openai_id(batch.batch_id) and not batch.total else "done"
+        return "not queued" if _is_not_queued(batch) else "done"
     if not batch.is_submitted:
         return "being submitted"
     return "running" if batch.running else "waiting"
