@@ -18,7 +18,8 @@ HEAD = """\
 
 <!-- Written by tools/settings_page.py from the table of settings. Change the table, and run it. -->
 
-Each setting is a flag of `batchkv worker` and a variable. A flag overrides its variable.
+Most settings are a flag and a variable. Where the first column is empty, there is only
+the variable. A flag overrides its variable.
 An invalid value is refused with the name of its setting.
 
 | flag | variable | default | allowed | what it does |
@@ -34,7 +35,8 @@ Each is a flag of `batchkv serve` and a variable. [The gateway](gateway.md) expl
 """
 FOOT = """
 `BATCHKV_HOME` is the folder of the embedded server, of logs, of worker files,
-of the gateway's files and of kept measurements: `~/.batchkv`.
+of the gateway's files and of kept measurements. The default is `~/.batchkv`.
+Some commands have variables of their own, like `BATCHKV_API_KEY`: their `--help` names them.
 
 Next: [The cache](cache.md)
 """

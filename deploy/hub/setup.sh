@@ -6,8 +6,8 @@
 #   HUB   the directory to make or to bring up to date, for example ~/batchkv-hub
 #   HOST  the name or address by which the other machines reach this one, for example studio.local
 #
-# A second run renews the configurations, the users' rights and the URLs. It keeps passwords and
-# data. To change a password, delete its file under HUB/secrets/passwords first.
+# A second run renews the configurations, the users' rights and the URLs. It keeps passwords, data
+# and .env. To change a password, delete its file under HUB/secrets/passwords first.
 set -euo pipefail
 
 usage() { awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"; }
@@ -83,7 +83,12 @@ write_url cache cache cache 6380
 # The contents of a worker's BATCHKV_CACHE_FILE: its own disk first, then the hub's cache.
 printf 'disk:~/.batchkv/blocks?max=20GB %s\n' "$(cat "$hub/secrets/cache.url")" \
     >"$hub/secrets/cache.tiers"
-printf 'HUB_UID=%s\nHUB_GID=%s\n' "$(id -u)" "$(id -g)" >"$hub/.env"
+# Docker's variables. Lines that others added, like HUB_ADDRESS, stay.
+{
+    [ ! -f "$hub/.env" ] || awk '!/^HUB_[UG]ID=/' "$hub/.env"
+    printf 'HUB_UID=%s\nHUB_GID=%s\n' "$(id -u)" "$(id -g)"
+} >"$hub/.env.new"
+mv "$hub/.env.new" "$hub/.env"
 
 cat <<END
 The hub's directory is ready: $hub

@@ -8,7 +8,7 @@
 #
 #   --model MODEL    the model to serve: a Hugging Face repository, a local folder's full path, or
 #                    demo; the same name that producers give, because it names the queue
-#   --url-file FILE  holds the queue's URL, one line (redis://:PASSWORD@HOST:6379/0), mode 600
+#   --url-file FILE  holds the queue's URL, one line (redis://USER:PASSWORD@HOST:6379/0), mode 600
 #   --cache-file FILE  names the tiers of the cache (BATCHKV_CACHE_FILE, docs/settings.md), mode 600;
 #                    without it this worker shares no prefixes
 #   --label LABEL    launchd's name for it (default: dev.batchkv.worker); one for each model when

@@ -237,6 +237,17 @@ def test_setup_keeps_what_it_made(hub: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
+def test_setup_keeps_lines_of_dockers_variables(hub: Path) -> None:
+    """An address of one's own stays after each run, and the owner is written once."""
+    file = hub / ".env"
+    before = file.read_text()
+    assert len(before.splitlines()) == 2
+    file.write_text("HUB_ADDRESS=10.0.0.7\nHUB_UID=1\n" + before)
+    for _ in range(2):
+        assert set_up(hub, "studio.local").returncode == 0
+        assert file.read_text() == "HUB_ADDRESS=10.0.0.7\n" + before
+
+
 @pytest.mark.parametrize("host", ["", "a b", "x@y", "h/0", "$(id)"])
 def test_setup_refuses_a_host_that_is_none(tmp_path: Path, host: str) -> None:
     """What is not a host name or an address ends in a message, and makes nothing."""

@@ -19,7 +19,10 @@ def target_of(page: Path, link: str) -> tuple[Path, str]:
     return (page.parent / path).resolve() if path else page, anchor
 
 
-@pytest.mark.parametrize("page", all_pages(), ids=lambda page: str(page.relative_to(REPOSITORY)))
+LINKING = (*all_pages(), REPOSITORY / "CHANGELOG.md")
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_lead_somewhere(page: Path) -> None:
     """Each link names a file of the repository, and a heading that is there."""
     for link in links(page):

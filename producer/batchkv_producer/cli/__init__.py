@@ -52,7 +52,7 @@ def cli() -> None:
       batchkv ask -m mlx-community/Qwen3-4B-4bit "What is a prefix cache?"
     \b
     With workers on several machines:
-      export BATCHKV_REDIS_URL=redis://:PASSWORD@studio.local:6379/0
+      export BATCHKV_REDIS_URL_FILE=~/.batchkv/queue.url  # from the hub
       batchkv worker -m mlx-community/Qwen3-4B-4bit      # on each
       id=$(batchkv submit prompts.jsonl -m mlx-community/Qwen3-4B-4bit)
       batchkv wait $id && batchkv results $id -o out.jsonl

@@ -120,7 +120,10 @@ def _group_limit(machine: Machine) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class NvidiaFacts:
-    """NVIDIA's devices. ``has_device``: the kernel has its driver. ``cuda_build``: 12 or 13."""
+    """NVIDIA's devices. ``has_device``: the kernel has its driver. ``cuda_build``: 12 or 13.
+
+    ``mlx``: its version, or "".
+    """
 
     has_device: bool
     answers: bool = False
@@ -129,7 +132,7 @@ class NvidiaFacts:
     free_mib: int = 0
     total_mib: int = 0
     cuda_build: str = ""
-    has_mlx: bool = True
+    mlx: str = ""
 
 
 def nvidia_facts(machine: Machine) -> NvidiaFacts:
@@ -140,10 +143,11 @@ def nvidia_facts(machine: Machine) -> NvidiaFacts:
     asked = machine.run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     rows = [[part.strip() for part in line.split(",")] for line in asked.text.splitlines()]
     rows = [row for row in rows if len(row) == 4] if asked.is_good else []
-    names = {(each.metadata["Name"] or "").lower() for each in distributions()}
-    build = next((name[9:11] for name in sorted(names) if name.startswith("mlx-cuda-")), "")
+    known = {(each.metadata["Name"] or "").lower(): each.version for each in distributions()}
+    build = next((name[9:11] for name in sorted(known) if name.startswith("mlx-cuda-")), "")
+    mlx = known.get("mlx", "")
     if not rows:
-        return NvidiaFacts(True, cuda_build=build, has_mlx="mlx" in names)
+        return NvidiaFacts(True, cuda_build=build, mlx=mlx)
     return NvidiaFacts(
         True,
         True,
@@ -152,7 +156,7 @@ def nvidia_facts(machine: Machine) -> NvidiaFacts:
         _whole(rows[0][2]),
         _whole(rows[0][3]),
         build,
-        "mlx" in names,
+        mlx,
     )
 
 
@@ -168,10 +172,11 @@ def judge_nvidia(facts: NvidiaFacts) -> Verdict | None:
     shown = f"{facts.devices[0]}, driver {facts.driver}"
     if len(facts.devices) > 1:
         shown = f"{len(facts.devices)} devices; a worker uses the first: {shown}"
-    if facts.has_mlx and not facts.cuda_build:
+    if facts.mlx and not facts.cuda_build:
+        build = "13" if numbers(facts.driver)[:2] >= MIN_DRIVER["13"] else "12"
         return warn(
             f"{shown}, and MLX is the build for CPUs",
-            "install it: `pip install 'mlx[cuda12]'` of the same version as mlx",
+            f"install the one for it: `pip install 'mlx[cuda{build}]=={facts.mlx}'`",
         )
     needed = MIN_DRIVER.get(facts.cuda_build)
     if needed and numbers(facts.driver)[:2] < needed:

@@ -100,8 +100,8 @@ _SAMPLING = (
            "`true` keeps the stop text, or the text of the stop token, at the end of the answer.",
            False, param="include_stop"),
     _param("min_tokens", Replacing(NumberRule(0, LARGEST_COUNT, is_whole=True), 0),
-           "So many tokens come before the model's end token or one of `stop_token_ids` may. A "
-           "stop text counts if it ends after them.", 0),
+           "At least this many tokens come before the model's end token or one of "
+           "`stop_token_ids`. A stop text counts if it ends after them.", 0),
     _param("ignore_eos", SwitchRule(stored=True),
            "`true`: the model's end token does not end the answer.", False),
     _param("repetition_penalty", NumberRule(0, 100, is_low_excluded=True),
@@ -110,8 +110,9 @@ _SAMPLING = (
     _param("frequency_penalty", _PENALTY, "-2 to 2, over the tokens of the answer.", 0),
     _param("logit_bias", BiasRule(), f"Token id to -{MAX_BIAS} to {MAX_BIAS}, for at most "
            f"{MAX_LISTED_TOKENS:,} tokens.", {}),
-    _param("bad_words", WordsRule(), f"At most {MAX_BAD_WORDS} texts. The last token of one is not "
-           "chosen after its others; the same text in other tokens is not found.", []),
+    _param("bad_words", WordsRule(), f"At most {MAX_BAD_WORDS} texts. Once all tokens of a text "
+           "but the last have come, its last token is not chosen. The same text in other tokens is "
+           "not found.", []),
     _param("n", Replacing(NumberRule(1, MAX_CHOICES, is_whole=True), 1),
            f"At most {MAX_CHOICES} answers. Answer k has the row's seed plus k, from k = 0. At "
            "temperature 0 all are equal: one is computed, and repeated.", 1),

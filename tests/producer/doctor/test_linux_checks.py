@@ -96,10 +96,19 @@ def test_drivers_are_judged_by_the_build_of_mlx(text: str, build: str, level: Le
     machine = Machine("linux", {}, Path("/root"), Path("/none"), recorded.recorded({}))
     rows = [line.split(", ") for line in text.splitlines()]
     facts = linux.NvidiaFacts(True, True, rows[0][1], tuple(row[0] for row in rows),
-                              int(rows[0][2]), int(rows[0][3]), build)  # fmt: skip
+                              int(rows[0][2]), int(rows[0][3]), build, "0.32.4")  # fmt: skip
     verdict = linux.judge_nvidia(facts)
     assert verdict is not None and verdict.level is level, verdict
     assert linux.nvidia_facts(machine) == linux.NvidiaFacts(False)
+
+
+@pytest.mark.parametrize(("driver", "build"), [("570.195.03", "12"), ("580.65.06", "13")])
+def test_the_build_of_mlx_that_is_missing_is_one_for_the_driver(driver: str, build: str) -> None:
+    """A device, and MLX for CPUs: the fix installs MLX's own version, for the driver's CUDA."""
+    facts = linux.NvidiaFacts(True, True, driver, ("NVIDIA H200",), 142884, 143771, "", "0.32.4")
+    verdict = linux.judge_nvidia(facts)
+    assert verdict is not None
+    assert f"`pip install 'mlx[cuda{build}]==0.32.4'`" in verdict.todo
 
 
 @pytest.mark.parametrize(
