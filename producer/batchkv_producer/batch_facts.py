@@ -29,6 +29,7 @@ class BatchFacts:
 
     ``serving``: the names of the workers that may compute its rows. ``passed_by``: name -> reason
     of those of its queue that may not. ``waits_for`` says which worker it needs, if none fits.
+    ``num_apart``: rows of its queue that wait to run apart, because a worker died with them.
     """
 
     tokens_per_second: float | None
@@ -36,6 +37,7 @@ class BatchFacts:
     serving: tuple[str, ...]
     passed_by: Mapping[str, str]
     waits_for: str | None
+    num_apart: int
 
     def as_fields(self, batch: BatchStatus) -> dict[str, Any]:
         """The fields of ``status BATCH --json``."""
@@ -46,6 +48,7 @@ class BatchFacts:
             "workers": list(self.serving),
             "passed_by": dict(self.passed_by),
             "waits_for": self.waits_for,
+            "num_apart": self.num_apart,
         }
 
 
@@ -61,6 +64,7 @@ def facts_of(client: BatchClient, batch: BatchStatus) -> BatchFacts:
         serving=tuple(name for name, why in passing.items() if not why),
         passed_by={name: why for name, why in passing.items() if why},
         waits_for=mismatch.note if mismatch else None,
+        num_apart=client.count_apart(batch.queue) if batch.queued else 0,
     )
 
 

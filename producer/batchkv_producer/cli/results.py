@@ -29,6 +29,7 @@ from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
 from batchkv_producer.progress import printable, reporter
 from batchkv_producer.progress import rows as rows_text
 from batchkv_producer.results import outfile, output
+from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.retry import read_with_retry
 from batchkv_producer.wire.job import Result
 
@@ -100,14 +101,14 @@ def results(
         batch_id = status.batch_id
         order: Literal["finish", "input"] = "input" if ordered else "finish"
         if out is None or is_printed:
-            printed = _Printed(opened.client.results(batch_id, order=order, follow=follow))
+            printed = _Printed(_rows_of(opened, batch_id, order, follow=follow))
             if as_json:
                 print_json(json.loads(line) for line in printed.lines("openai", only_errors))
             else:
                 _print_lines(printed.lines(form, only_errors), is_flushed=follow)
             printed.say_what_lacks(status.total, only_errors=only_errors)
         elif form == "text":
-            rows = opened.client.results(batch_id, order=order, follow=follow)
+            rows = _rows_of(opened, batch_id, order, follow=follow)
             _write_text(out, rows, status.total)
         elif ordered:
             rows = opened.client.results(batch_id, order=order)
@@ -168,6 +169,36 @@ def _check_format(form: str, as_json: bool) -> None:
 
 def _formatted(job_id: str, found: Result, form: str) -> str:
     return output.text_line(found) if form == "text" else output.output_line(job_id, found)
+
+
+def _rows_of(
+    opened: Opened, batch_id: str, order: Literal["finish", "input"], *, follow: bool
+) -> Iterator[StoredRow]:
+    return _followed(opened, batch_id) if follow else opened.client.results(batch_id, order=order)
+
+
+def _followed(opened: Opened, batch_id: str) -> Iterator[StoredRow]:
+    """Each row once, as it ends. Standard error says why rows wait, and what helps.
+
+    A server that crashed may have other rows now at places that were read: then all is read again.
+    """
+    client, delays, seen = opened.client, delays_of(opened, say), LineSet()
+    position, may_lack = 0, True
+    while True:
+        now = read_with_retry(partial(client.status, batch_id))
+        delays.look(now)
+        num_new = 0
+        for row in client.results(batch_id, after=position):
+            num_new += 1
+            position = row.position + 1
+            if seen.add(row.line):
+                yield row
+        if not now.is_done:
+            time.sleep(client.poll_seconds if num_new == 0 else 0)
+        elif may_lack and len(seen) < now.num_ended:
+            position, may_lack = 0, False
+        else:
+            return
 
 
 class _Printed:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import click
 
 from batchkv_producer.batch_facts import (
+    BatchFacts,
     Left,
     counts_pauses,
     facts_of,
@@ -132,7 +133,7 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
     if as_json:
         print_json(facts.as_fields(batch))
         return batch.is_done
-    rate, serving, passing = facts.tokens_per_second, facts.serving, facts.passed_by
+    rate, passing = facts.tokens_per_second, facts.passed_by
     soon = "" if facts.seconds_left is None else duration(facts.seconds_left)
     print_fields(
         [
@@ -160,9 +161,10 @@ def show_batch(client: BatchClient, batch_id: str, *, as_json: bool) -> bool:
             ("prompt tokens", _prompt_tokens(batch)),
             ("generated", f"{batch.completion_tokens:,} tokens"),
             ("speed", None if rate is None else f"{rate:,.0f} tok/s{_of_which_time(batch)}"),
-            ("workers", list(serving) or ("none" if passing else _nobody(batch))),
+            ("served by", _serving(batch, facts)),
             ("passed by", [f"{name} ({why})" for name, why in passing.items()] or None),
             ("waits for", facts.waits_for),
+            ("set apart", _apart(facts.num_apart)),
         ]
     )
     return batch.is_done
@@ -239,9 +241,20 @@ def _left(batch: BatchStatus, left: Left) -> str:
     return duration(left[batch.batch_id]) if batch.batch_id in left else ""
 
 
-def _nobody(batch: BatchStatus) -> str:
+def _serving(batch: BatchStatus, facts: BatchFacts) -> list[str] | str | None:
+    """The workers that may compute its rows now, if there are rows to compute."""
     if batch.is_done:
-        return "none"
+        return None
+    return list(facts.serving) or ("none" if facts.passed_by else _nobody(batch))
+
+
+def _apart(count: int) -> str | None:
+    if not count:
+        return None
+    return f"{rows(count)} of its queue: a worker died with {'it' if count == 1 else 'them'}"
+
+
+def _nobody(batch: BatchStatus) -> str:
     if not batch.is_untouched:
         return f"none: `{batch.worker_command}` computes the rest"
     return (

@@ -143,6 +143,16 @@ class Presence:
             log.warning(RECLAIMED, num)
         self._silent = set() if self._silent is None else self._silent
 
+    def reclaim_ended(self) -> None:
+        """The same for workers whose processes have ended, as this machine sees at once.
+
+        Raises RedisError. It does nothing before the first ``reclaim_dead``.
+        """
+        if self._home is None or self._silent is None:
+            return
+        if num := reclaim_dead(self._connection, self._home, is_certain=True):
+            log.warning(RECLAIMED, num)
+
     def is_drained(self) -> bool:
         """Whether somebody on this machine wants the worker to take no more rows."""
         return self._path is not None and drain_file(self._path).exists()
@@ -168,20 +178,25 @@ def own_record_files(connection: Redis, name: str) -> list[Path]:
 
 
 def reclaim_dead(
-    connection: Redis, home: Home, silent: set[Path] | None = None, own: Path | None = None
+    connection: Redis,
+    home: Home,
+    silent: set[Path] | None = None,
+    own: Path | None = None,
+    *,
+    is_certain: bool = False,
 ) -> int:
     """Reclaim the jobs that dead workers of this machine hold on this server. Returns their number.
 
     ``silent``: the records whose workers were silent at the last call. A worker without a visible
     process must be silent twice, because a server that is just back from an outage has no new
     heartbeats yet. None: once is enough. ``own``: the file of the calling worker, if it holds no
-    jobs yet.
+    jobs yet. ``is_certain``: only workers whose process would be seen if it lived.
     """
     here = server_of(connection)
     dead, num = list[tuple[Path, Record]](), 0
     living, holding = set[str](), set[str]()  # names
     for path, record in _records(home, here):
-        is_dead = record.is_dead(connection)
+        is_dead = (record.has_visible_process or not is_certain) and record.is_dead(connection)
         if is_dead and (silent is None or record.has_visible_process or path in silent):
             dead.append((path, record))
         else:

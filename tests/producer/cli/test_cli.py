@@ -382,12 +382,13 @@ def test_status_of_all_of_a_batch_and_of_a_job(
     assert batch_id in shown and "33 %" in shown
     shown = batchkv("status", batch_id).stdout
     assert "batchkv:m-62c66a7a" in shown and re.search(r"queued +2\n", shown)
-    assert re.search(r"workers +none, and none has ever", shown) and "tok/s" not in shown
+    assert re.search(r"served by +none, and none has ever", shown) and "tok/s" not in shown
     finish(redis_connection, "m")
     as_json = json.loads(batchkv("status", batch_id[:8], "--json").stdout)
     assert (as_json["ok"], as_json["failed"], as_json["is_done"]) == (2, 1, True)
     assert as_json["tokens_per_second"] == 6  # ends are in whole seconds, so it is of one at least
-    assert "6 tok/s, while rows were computed\n" in batchkv("status", batch_id).stdout
+    shown = batchkv("status", batch_id).stdout
+    assert "6 tok/s, while rows were computed\n" in shown and "served by" not in shown
     monkeypatch.setattr(batch_facts, "MAX_COUNTED_ROWS", 0)
     assert " tok/s, pauses included\n" in batchkv("status", batch_id).stdout
     job = json.loads(batchkv("status", f"{batch_id}-1", "--json").stdout)
@@ -500,6 +501,26 @@ def test_results_of_an_older_version_are_migrated(
     for _ in range(2):
         assert "3 of 3 rows" in batchkv("results", batch_id, "-o", out).stderr
         assert [out.read_bytes(), errors.read_bytes()] == new
+
+
+def test_following_says_why_no_row_comes(
+    at_server: str, redis_connection: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--follow`` to standard output names the command of a worker while none serves the queue.
+    Rows that end meanwhile are printed once each."""
+    batch_id = submitted(source)
+    real, calls = Client.status, list[str]()
+
+    def status(client: Client, wanted: str) -> BatchStatus:
+        calls.append(wanted)
+        if len(calls) == 4:
+            finish(redis_connection, "m")
+        return real(client, wanted)
+
+    monkeypatch.setattr(Client, "status", status)
+    told = batchkv("results", batch_id, "--follow")
+    assert told.exit_code == 0 and told.stdout.count("\n") == 3
+    assert told.stderr.count("nobody serves the queue") == 1
 
 
 def test_following_into_a_file_survives_an_outage(

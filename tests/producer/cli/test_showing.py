@@ -127,7 +127,7 @@ def test_the_worker_of_a_begun_batch_is_named(redis_connection: Redis) -> None:
     (batch_id, *_) = fill(redis_connection)
     redis_connection.delete(*redis_connection.scan_iter("rq:worker*"))
     shown = "".join(batchkv("status", batch_id).stdout.split())
-    assert f"workersnone:`batchkvworker-m{MODELS[0]}`computestherest" in shown
+    assert f"servedbynone:`batchkvworker-m{MODELS[0]}`computestherest" in shown
 
 
 @pytest.mark.usefixtures("at_server")
@@ -154,10 +154,24 @@ def test_workers_that_pass_rows_by_are_listed_apart(redis_connection: Redis) -> 
     has = "it has KV scheme affine4/32,first+last=affine8"
     assert fields["workers"] == [] and fields["passed_by"] == {name: has}
     shown = re.sub(r"\s+", " ", batchkv("status", batch_id).stdout)
-    assert f"workers none passed by {name} ({has})" in shown
+    assert f"served by none passed by {name} ({has})" in shown
     redis_connection.hset(redis_keys.batch(batch_id), "scheme", "affine4/32,first+last=affine8")
     fields = json.loads(batchkv("status", batch_id, "--json").stdout)
     assert fields["workers"] == [name] and fields["passed_by"] == {}
+
+
+@pytest.mark.usefixtures("at_server")
+def test_rows_that_a_worker_died_with_are_told_of(redis_connection: Redis, tmp_path: Path) -> None:
+    """``status BATCH`` names them while they wait to run apart."""
+    source = tmp_path / "p.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
+    batch_id = batchkv("submit", source, "-m", "m").stdout.strip()
+    queue, moves = redis_keys.queue_name("m"), Transitions(redis_connection)
+    assert "set apart" not in batchkv("status", batch_id).stdout
+    moves.give_back(queue, [job.lease for job in moves.pull(queue, "w", 2, 60)], died=True)
+    shown = re.sub(r"\s+", " ", batchkv("status", batch_id).stdout)
+    assert "set apart 2 rows of its queue: a worker died with them" in shown
+    assert json.loads(batchkv("status", batch_id, "--json").stdout)["num_apart"] == 2
 
 
 @pytest.mark.usefixtures("at_server")

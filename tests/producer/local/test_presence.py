@@ -161,6 +161,25 @@ def test_a_silence_is_looked_at_twice(house: House, home: Home, leave: Leave) ->
     assert house.count("running") == 0
 
 
+def test_only_a_certain_end_counts_between_rounds(house: House, home: Home, leave: Leave) -> None:
+    """``reclaim_ended`` takes no silence for an end, and holds back before the first look."""
+    worker = Presence(house.connection, "w", QUEUE, 15.0)
+    path = leave(started="1")
+    worker.reclaim_ended()
+    assert house.count("running") == 4
+    path.unlink()
+    worker.reclaim_dead()
+    path = leave(boot="another")
+    set_heartbeat(house, 4000)
+    for _ in range(3):
+        worker.reclaim_ended()
+    assert house.count("running") == 4 and path.exists()
+    path.unlink()
+    leave(started="1")
+    worker.reclaim_ended()
+    assert house.count("running") == 0
+
+
 def test_a_machine_that_was_started_anew(house: House, home: Home, leave: Leave) -> None:
     """After a reboot the jobs of a worker without a record on the server are reclaimed, although
     the lease still runs."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from batchkv_producer.monitor.workers import read_workers
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.transitions import Transitions
 from support.worker_harness import (
@@ -96,6 +97,24 @@ def test_after_a_kill_the_survivor_works_at_full_width(
     assert all(not held["others"] for held in apart)
     widths = sorted(held["survivor"]["others"] for held in seen if "survivor" in held)
     assert widths[len(widths) // 2] >= SLOTS - 1
+
+
+def test_a_death_is_seen_between_rounds_of_maintenance(
+    redis_connection: Redis, start: Start
+) -> None:
+    """kill -9 of a worker whose lease would last for an hour: one that was there already, and whose
+    next round of maintenance is an hour away, takes its rows back."""
+    rare, total = {"LEASE_SECONDS": 3600, "MAINTENANCE_SECONDS": 3600}, 120
+    with workers(start("survivor", **rare), start("victim", **rare)) as (survivor, victim):
+        wait_until(lambda: len(read_workers(redis_connection)) == 2)
+        batch = submit(redis_connection, ["slow:40"] * total)
+        wait_until(lambda: held_by(redis_connection, batch).get("victim"))
+        victim.process.kill()
+        wait_until(lambda: num_ended(redis_connection, batch) == total)
+        survivor.process.send_signal(signal.SIGTERM)
+        assert survivor.wait() == 0
+    assert_reconciled(redis_connection, batch)
+    assert counts_of(redis_connection, batch)["ok"] == total
 
 
 def test_a_closed_lid_makes_no_suspects(redis_connection: Redis, start: Start) -> None:

@@ -43,6 +43,7 @@ log = logging.getLogger("batchkv.worker")
 FINISH_GROUP = 200  # results in one script call: a few milliseconds of the server's time
 APART_SECONDS = 300  # within which a worker should have emptied itself; then another tries
 RENEW_GROUP = 500  # leases in one script call, for the same reason
+DEATH_SECONDS = 5.0  # between two looks for workers of this machine that have ended
 REFUSED_SECONDS = 600.0  # after the server refused to count work
 PACE_TTL_SECONDS = 86_400
 LIVE_RANK = -1  # before the rank of the highest priority
@@ -92,6 +93,7 @@ class RedisSide:
         register: Callable[[], None],
         set_state: Callable[[str], None],
         look_around: Callable[[], None] = lambda: None,
+        look_for_ended: Callable[[], None] = lambda: None,
         is_drained_here: Callable[[], bool] = lambda: False,
     ) -> None:
         self._connection = connection
@@ -101,6 +103,8 @@ class RedisSide:
         self._register = register
         self._set_state = set_state
         self._look_around = look_around
+        self._look_for_ended = look_for_ended
+        self._look_at = -math.inf  # for them, not before
         self._is_drained_here = is_drained_here
         self._drain = b""  # the field of the record, as last read
         self._has_looked = (
@@ -255,9 +259,13 @@ class RedisSide:
     def poll(self, held: Sequence[JobLease], pace: str = "") -> Poll:
         """Check in one round trip whether the worker still has its leases.
 
+        Before that, every few seconds, it looks for workers of this machine that have ended.
         It tells the others its pace, if there are others, and reads theirs. A server of an older
         version refuses that, which does no harm.
         """
+        if self._has_looked and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + DEATH_SECONDS
+            self._look_for_ended()
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(redis_keys.SUSPENDED)
         for key in redis_keys.waiting_lists(self._queue):

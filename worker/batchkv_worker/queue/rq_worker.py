@@ -244,6 +244,7 @@ class BatchWorker(BaseWorker):  # type: ignore[misc]  # RQ is not checked
             register=self._register_again,
             set_state=self.set_state,
             look_around=presence.reclaim_dead,
+            look_for_ended=presence.reclaim_ended,
             is_drained_here=presence.is_drained,
         )
 
