@@ -38,6 +38,8 @@ def pin(cache_text: str | None, only: str | None, as_json: bool, key: str, chain
             tier = place.tier
             found = find_names([tier], checked_digits(key))
             names = [name for name in found if is_block_name(name)]
+            if found and not names:
+                raise click.ClickException(f"{key} is no block: only blocks can be pinned")
             digits = only_one(key, names)
             is_whole = True
             if chain:

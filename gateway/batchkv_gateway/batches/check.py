@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -94,13 +94,15 @@ class _Lines:
 
     def _error_of(self, row: Row) -> LineError | None:
         line = _parsed(self.last)
-        for name in ("custom_id", "method", "url"):
-            if line.get(name) is None:
-                return _missing(row.line, name)
+        lacks = [name for name in ("custom_id", "method", "url") if line.get(name) is None]
+        if lacks and row.model is None:
+            lacks.append("body.model")
+        if lacks:
+            return _missing(row.line, lacks)
         if line["url"] != self.endpoint:
             return self._other_url(row.line, line["url"])
         if row.model is None:
-            return _missing(row.line, "body.model")
+            return _missing(row.line, ["body.model"])
         first = self.lines_of.setdefault(row.request.custom_id, row.line)
         if first != row.line:
             message = f"line {first} has the same custom_id"
@@ -132,6 +134,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _missing(line: int, name: str) -> LineError:
-    message = f"the line has no {name}"
-    return LineError("missing_required_parameter", message, line, name)
+def _missing(line: int, names: Sequence[str]) -> LineError:
+    message = f"the line has no {', no '.join(names)}"
+    return LineError("missing_required_parameter", message, line, names[0])

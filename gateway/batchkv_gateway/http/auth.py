@@ -57,7 +57,9 @@ class Authenticated:
             key = REFUSED if is_asset(scope["path"]) else await self._key(scope)
             if key is not None and key.reads_metrics and scope["path"] != METRICS:
                 raise ApiError(
-                    FORBIDDEN, f"this key reads {METRICS} alone: use another key", code="forbidden"
+                    FORBIDDEN,
+                    f"this key reads only {METRICS}: use another key",
+                    code="forbidden",
                 )
             caller = caller_of(key, self._defaults)
             state = scope.setdefault("state", {})
@@ -95,10 +97,10 @@ def _bearer(given: list[str]) -> str:
 
 
 def _unauthorized(*, is_given: bool = False) -> ApiError:
-    why = "does not know this API key" if is_given else "needs a key of its own as the API key"
+    why = "does not know this API key" if is_given else "needs an API key that was made for it"
     return ApiError(
         UNAUTHORIZED,
-        f"this gateway {why}: ask its operator for one, who makes it with `batchkv keys add NAME`",
+        f"this gateway {why}. Its operator makes keys with `batchkv keys add NAME`",
         code="invalid_api_key",
     )
 

@@ -102,7 +102,11 @@ async def on_http_error(request: Request, fault: Exception) -> Response:
 
 def queue_unavailable(fault: Exception) -> Response:
     """The response while Redis fails. The client gets no details of the server."""
-    log.warning("Redis: %s", fault)
+    log.warning(
+        "Redis: %s. If it is the embedded server of this machine and was stopped, `batchkv server "
+        "start` starts it",
+        fault,
+    )
     message = "the queue's server does not answer or refuses it: try again"
     return error_response(ApiError(UNAVAILABLE, message, code="queue_unavailable"))
 

@@ -8,6 +8,7 @@ from batchkv_gateway.keys.store import ApiKey, KeyStore
 from batchkv_gateway.settings import size_of
 from batchkv_producer.cli.shared import json_option, print_json, redis_url_option, say, session
 from batchkv_producer.errors import UsageError
+from batchkv_producer.tables import print_table
 from batchkv_producer.wire.batch_options import moment_text
 
 MAX_BYTES = 2**50
@@ -106,10 +107,11 @@ def list_keys(url: str | None, as_json: bool) -> None:
         return
     if not found:
         click.echo("no API keys: `batchkv keys add NAME` makes one")
-    for key in found:
-        click.echo(
-            "  ".join([key.name, key.key_id, f"made {moment_text(key.created)}", *_terms(key)])
-        )
+        return
+    rows = [
+        (key.name, key.key_id, moment_text(key.created), ", ".join(_terms(key))) for key in found
+    ]
+    print_table(("NAME", "ID", "MADE", "TERMS"), rows)
 
 
 @keys_command.command()

@@ -61,7 +61,7 @@ class SessionRoutes:
                 code="invalid_api_key",
             )
         if key.reads_metrics:
-            raise ApiError(FORBIDDEN, "this key reads /metrics alone: use another key")
+            raise ApiError(FORBIDDEN, "this key reads only /metrics: use another key")
         return await self._begun(request, key)
 
     async def exchange(self, request: Request) -> Response:

@@ -13,9 +13,9 @@ from batchkv_producer.cli.shared import (
     default_model,
     generation_flags,
     json_option,
+    redis_url_option,
     say,
     session,
-    url_option,
 )
 from batchkv_producer.client import StoredRow
 from batchkv_producer.errors import UsageError
@@ -42,7 +42,7 @@ from batchkv_producer.wire.job import Result, SamplingParams
     rows_may_differ=False,
 )
 @generation_flags("", seed="The seed of the answer. Without it each question gets its own.")
-@url_option
+@redis_url_option
 @json_option
 @click.pass_context
 def ask(

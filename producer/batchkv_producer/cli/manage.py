@@ -10,7 +10,7 @@ import click
 
 from batchkv_producer.cli.batch_options import age_option, new_deadline_option
 from batchkv_producer.cli.input_options import Given, from_file_option, read_as_option
-from batchkv_producer.cli.outcome import say_unserved
+from batchkv_producer.cli.outcome import say_refused, say_unserved
 from batchkv_producer.cli.shared import either, generation_flags, say, url_option
 from batchkv_producer.client import BatchStatus, Deadline, Unanswered
 from batchkv_producer.errors import UsageError
@@ -86,6 +86,7 @@ def retry(
     with ExitStack() as stack:
         source = stack.enter_context(Given(files, read_as).opened()) if files else None
         opened = stack.enter_context(either(url))
+        before = opened.client.failures(opened.client.status(batch_id))
         num = opened.client.retry(
             *(batch_id, canceled),
             job_timeout_seconds=job_timeout,
@@ -98,6 +99,7 @@ def retry(
         queued = rows(num, "was", "were") if num else "no row was"
         say(". ".join([f"{queued} queued again", *_why_not_all(batch_id, left, num, name)]))
         if num:
+            say_refused(before, left.wrong)
             say_unserved(opened.client, batch_id)
 
 

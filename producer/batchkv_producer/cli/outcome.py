@@ -15,7 +15,7 @@ from batchkv_producer.progress import rows
 from batchkv_producer.results.failures import Failures, failure_lines
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
-from batchkv_producer.wire.error_codes import INPUT_FAULTS, ErrorCode
+from batchkv_producer.wire.error_codes import INPUT_FAULTS, REFUSED_CODES, ErrorCode
 
 if TYPE_CHECKING:
     from batchkv_producer.local.run import RunReport
@@ -30,6 +30,19 @@ def say_unserved(client: BatchClient, batch_id: str) -> None:
         say(unserved_note(found, client.workers()))
     elif mismatch := find_mismatch(found, client.serving(found.queue)):
         say(mismatch.note)
+
+
+def say_refused(failures: Iterable[Failures], num_wrong: int) -> None:
+    """Say after a retry how many of the queued rows failed for what is in their lines.
+
+    ``failures``: those before it. ``num_wrong``: rows among them that were not queued.
+    """
+    num = sum(group.count for group in failures if group.code in REFUSED_CODES) - num_wrong
+    if num > 0:
+        say(
+            f"{rows(num)} of these failed for what is in the file, and will fail again unless the "
+            "workers have changed: correct the file"
+        )
 
 
 def say_after_submit(

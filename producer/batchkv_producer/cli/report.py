@@ -83,7 +83,9 @@ def report(
     if (files or read_as) and not with_text:
         raise UsageError("--from and --as are for report --with-text only")
     if as_json and (out or with_text):
-        raise UsageError("--json prints the facts alone: leave out -o and --with-text")
+        raise UsageError("--json prints only the facts: leave out -o and --with-text")
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"cannot write {out}: there is no folder {out.parent}")
     if read_as and not files:
         raise UsageError("--as is for report --from FILE only")
     if with_text and is_by_gateway(url):

@@ -40,8 +40,8 @@ def start() -> None:
 def stop() -> None:
     """Stop the server. Its data stays on disk, and the next start loads it.
 
-    Workers do not end with the server. They wait until it is started again, and then go on. So
-    stop the workers first (Ctrl-C) if you want to end all.
+    Workers and gateways do not end with the server. They wait until it is started again, and then
+    go on. So stop them first (Ctrl-C) if you want to end all.
     """
     home = home_from_environment()
     names = _worker_names(home)

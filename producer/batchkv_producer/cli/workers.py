@@ -14,6 +14,7 @@ from batchkv_producer.cli.shared import (
     either,
     json_option,
     print_json,
+    redis_url_option,
     say,
     session,
     url_option,
@@ -81,7 +82,7 @@ def workers(
 
 @click.command()
 @click.option("--once", is_flag=True, help="Print one frame and end. So does output that is piped.")
-@url_option
+@redis_url_option
 def top(once: bool, url: str | None) -> None:
     """Show batches and workers live, in this terminal.
 

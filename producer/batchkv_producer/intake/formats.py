@@ -255,7 +255,13 @@ def parse_json(raw: bytes) -> Any:
 _JSON_FAULTS = {
     "Unterminated string starting at": "a quote is not closed",
     "Invalid control character at": "a text has a control character, which JSON writes as \\u00XX",
-    "Expecting value": "a value is missing, or is none of JSON's",
+    "Expecting value": "a value is missing here, or is not one that JSON has",
+    "Expecting property name enclosed in double quotes": "a name in double quotes must stand here: "
+    "JSON has no single quotes, and no comma after the last value",
+    "Illegal trailing comma before end of object": "there is a comma after the last value",
+    "Illegal trailing comma before end of array": "there is a comma after the last value",
+    "Expecting ':' delimiter": "a colon is missing after a name",
+    "Expecting ',' delimiter": "a comma is missing before this",
     "Extra data": "something comes after the value",
 }
 

@@ -311,7 +311,7 @@ class RemoteClient:
         if not num and is_openai_id(batch_id):
             self._check_queued(batch_id)
         if answer.get("openai_id"):
-            self._transport.note(f"a batch of OpenAI's API ends once: see {answer['openai_id']}")
+            self._transport.note(f"these rows are a new batch, {answer['openai_id']}")
         return num
 
     def forget(self, batch_id: str) -> str:

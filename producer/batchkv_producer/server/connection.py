@@ -79,8 +79,8 @@ def refuse_gateway(url: str | None) -> None:
     """Raise UsageError for the URL of a gateway, where only Redis will do."""
     if url is not None and is_gateway(url):
         raise UsageError(
-            f"this needs the Redis URL, and {masked(url)} is a gateway, which serves {BY_GATEWAY} "
-            "alone: give the Redis URL, or leave it out for the server of this machine"
+            f"this needs the Redis URL, and {masked(url)} is a gateway, which serves only "
+            f"{BY_GATEWAY}: give the Redis URL, or leave it out for the server of this machine"
         )
 
 

@@ -352,6 +352,10 @@ def test_pins_that_cannot_be_are_refused(disk: DiskTier, tmp_path: Path) -> None
     assert found.exit_code == 0 and "a block of the chain is not in" in found.stderr
     assert sorted(disk.pinned()) == sorted(names[3:])
     assert "no name in the cache begins with" in cache("pin", "00000000").stderr
+    publish_manifests(disk)
+    digest, _ = encode_manifest(MANIFEST)  # type: ignore[arg-type]
+    found = cache("pin", digest.hex())
+    assert found.exit_code == 2 and "only blocks can be pinned" in found.stderr
     assert "no pinned block in disk:" in cache("unpin", "00000000").stderr
     for wrong in (("unpin",), ("unpin", last, "--all")):
         assert cache(*wrong).exit_code == 2

@@ -503,6 +503,22 @@ def test_results_of_an_older_version_are_migrated(
         assert [out.read_bytes(), errors.read_bytes()] == new
 
 
+def test_retry_tells_of_rows_that_will_fail_again(
+    at_server: str, redis_connection: Redis, source: Path
+) -> None:
+    """A row that a worker refused is queued again, with a warning; a lost one without."""
+    batch_id, moves = submitted(source), Transitions(redis_connection)
+    queue = redis_keys.queue_name("m")
+    for row, code in zip(
+        moves.pull(queue, "w", 2, 60), ("context_length_exceeded", "lost"), strict=True
+    ):
+        result = RowResult("c", "completion", "failed", "m", error=(code, "why"))
+        moves.finish(queue, "w", [JobResult(row.lease, "failed", encode_result(result))])
+    told = batchkv("retry", batch_id).stderr
+    assert "2 rows were queued again. 1 row is wrong in the input" in told
+    assert "batchkv: 1 row of these failed for what is in the file, and will fail again" in told
+
+
 def test_following_says_why_no_row_comes(
     at_server: str, redis_connection: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,6 +231,12 @@ def test_the_report_is_one_file_that_loads_nothing(
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+def test_a_folder_that_is_not_there_is_named(batch: str, tmp_path: Path) -> None:
+    """Before anything is read, like that of ``results -o``."""
+    found = run(batch, "-o", tmp_path / "none" / "r.html")
+    assert found.exit_code == 2 and f"there is no folder {tmp_path}/none" in found.stderr
+
+
 def test_a_full_disk_is_named_and_nothing_is_left(
     batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

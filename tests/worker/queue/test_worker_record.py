@@ -150,6 +150,23 @@ def test_a_minute_of_work_is_a_line(
     assert "last minute: 60 rows, 120 tok/s, 30 of 32 slots, cache 61 %" in caplog.text
 
 
+def test_the_first_speed_is_published_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the first rows have ended, not at the next heartbeat; and only then."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    engine = EngineThread(lambda: FakeEngine(32, 8, FakePlan()))
+    state, published = fresh_state(), list[dict[str, str]]()
+    record = WorkerRecord(WorkerSettings(model="fake"), engine, state, published.append)
+    state.in_flight.num_started = 3
+    assert record.fields()["bkv_tokens_per_second"] == "0"
+    for seconds in range(10):
+        if seconds > 4:
+            record.count(ended(100, 10, 0))
+        now[0] += 1
+        record.update()
+    assert [one["bkv_tokens_per_second"] for one in published] == ["17"]
+
+
 def test_a_worker_that_is_short_of_memory_says_so() -> None:
     """The engine's words are its state at once, until it stops. Readers see all fields with it."""
     engine = EngineThread(lambda: FakeEngine(4, 8, FakePlan(trouble="short of memory")))

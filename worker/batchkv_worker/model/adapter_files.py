@@ -79,6 +79,8 @@ def read(adapter: Adapter) -> AdapterFiles:
         rank, scale = _numbers(config)
         shapes = _layers(_header(adapter.path / WEIGHTS_NAME), kind, rank)
     except OSError as fault:
+        if not adapter.path.is_dir():
+            raise fault_of(adapter, "there is no such folder here") from fault
         name = Path(str(fault.filename or adapter.path)).name
         raise fault_of(adapter, f"{name} cannot be read: {fault.strerror or fault}") from fault
     except (ValueError, RecursionError) as fault:

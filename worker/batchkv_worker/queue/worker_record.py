@@ -109,6 +109,7 @@ class WorkerRecord:
         self.draining = ""  # as ``Drain.text`` says it
         self.paused = ""  # why, as ``Pause.text`` says it
         self._published = ""  # the state in the record
+        self._rate = 0  # tokens a second, in the record
         self._logged = ""
         self._sample_timer = Timer(SAMPLE_SECONDS)
         self._minute_timer = Timer(MINUTE_SECONDS)
@@ -127,7 +128,7 @@ class WorkerRecord:
 
     def fields(self) -> dict[str, str]:
         """All fields of the record; see ``redis_keys``."""
-        self._published = self.state
+        self._published, self._rate = self.state, round(self._minute.tokens_per_second)
         makers = self._engine.makers
         return {
             **constant_fields(),
@@ -137,7 +138,7 @@ class WorkerRecord:
             "bkv_dtype": self._engine.maker.dtype,
             **self._adapters(),
             "bkv_state": self._published,
-            "bkv_tokens_per_second": f"{self._minute.tokens_per_second:.0f}",
+            "bkv_tokens_per_second": str(self._rate),
             "bkv_memory": str(self._engine.memory_bytes),
             "bkv_slots": str(self._engine.num_slots),
             "bkv_beat_ms": f"{1000 * self._settings.heartbeat_seconds:.0f}",
@@ -171,7 +172,11 @@ class WorkerRecord:
             log.info("model %s: %s", self._settings.model, text)
 
     def update(self) -> None:
-        """Once a turn: publish a state that has changed, and log each minute's work."""
+        """Once a turn: publish a state that has changed, and log each minute's work.
+
+        The first speed does not wait for a heartbeat either: a busy worker with 0 tokens a second
+        looks like one that hangs.
+        """
         now = time.monotonic()
         if not self._sample_timer.is_due(now):
             return
@@ -180,7 +185,8 @@ class WorkerRecord:
         if self._minute_timer.is_due(now):
             self._minute_timer.restart(now)
             self._log_minute()
-        if self.state != self._published:  # with all fields: the record may have none yet
+        is_first = not self._rate and round(self._minute.tokens_per_second) > 0
+        if self.state != self._published or is_first:  # all fields: the record may have none yet
             self._publish(self.fields())
 
     def stop(self) -> None:

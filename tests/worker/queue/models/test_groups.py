@@ -8,6 +8,7 @@ from batchkv_worker.errors import ModelError
 from batchkv_worker.kv.backends.memory_budget import MemoryFacts
 from batchkv_worker.model.footprint import Machine
 from batchkv_worker.queue.models.groups import Group, plan_groups, sizes_as_asked
+from batchkv_worker.queue.models.start import words_of
 
 GIB = 2**30
 STUDIO = MemoryFacts("metal", 64 * GIB, 48 * GIB, wired=3 * GIB)
@@ -31,6 +32,14 @@ def test_a_model_joins_the_first_group_in_which_it_fits() -> None:
     """A large model gets the machine alone; the small ones beside it share another group."""
     weights = {"a": 2 * GIB, "large": 34 * GIB, "b": 3 * GIB}
     assert [each.models for each in plan_groups(weights, STUDIO)] == [("a", "b"), ("large",)]
+
+
+def test_the_log_says_whether_models_take_turns() -> None:
+    """Those of one group are in memory together; groups are there one at a time."""
+    both = Group(("a", "b"), 10)
+    assert words_of([both]).startswith("its models fit into memory together: a and b")
+    found = words_of([both, Group(("c",), None)])
+    assert found.startswith("its models take turns in memory: a and b") and ", or c" in found
 
 
 def test_a_model_that_is_not_here_yet_gets_the_machine_alone() -> None:

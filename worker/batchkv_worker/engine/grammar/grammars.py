@@ -134,7 +134,7 @@ def _give(row: Sequence, outcome: Outcome) -> None:
     if not isinstance(outcome, Compiled):
         is_of_row = not isinstance(outcome, TrialFault)
         code = ErrorCode.INVALID_REQUEST if is_of_row else ErrorCode.ENGINE_ERROR
-        raise RowRefused(code, f"the answer cannot be made to match: {outcome}")
+        raise RowRefused(code, f"its form (schema, regex or grammar) cannot be enforced: {outcome}")
     grammar = GrammarGuide(outcome)
     row.guide = grammar if row.guide is None else row.guide.and_then(grammar)
 

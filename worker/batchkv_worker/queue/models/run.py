@@ -34,9 +34,7 @@ def run_host(asked: Asked, settings: WorkerSettings, *, exit_with_parent: bool =
         log.warning(warning)
     redis = connection.connect(asked.url, warn=log.warning)
     plan = make_plan(asked, settings)
-    log.info(
-        "worker %s; models that fit into memory together: %s", asked.name, words_of(plan.groups)
-    )
+    log.info("worker %s; %s", asked.name, words_of(plan.groups))
     host = Host(redis, plan)
     if exit_with_parent:
         host.stop.watch_parent()

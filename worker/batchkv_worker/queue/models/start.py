@@ -87,7 +87,9 @@ def make_plan(asked: Asked, settings: WorkerSettings) -> HostPlan:
 
 def words_of(groups: Sequence[Group]) -> str:
     """Which models are in memory together, for the log."""
-    return "; ".join(map(str, groups))
+    if len(groups) == 1:
+        return f"its models fit into memory together: {groups[0]}"
+    return f"its models take turns in memory: {', or '.join(map(str, groups))}"
 
 
 def _checked(name: str) -> str:
