@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -54,6 +55,8 @@ def say_after_submit(
     """
     say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)
+    if not found.is_done and (fault := _fault_of_folder(found.model)):
+        say(f"{fault}: check the name if workers have it elsewhere, for the name names the queue")
     if earlier:
         say(earlier.sentence(found.kept))
     if submitted.joined and found.failed > submitted.num_bad:
@@ -62,6 +65,18 @@ def say_after_submit(
             f"{rows(found.failed - submitted.num_bad)} of this batch failed before: "
             f"{_retry_command(found, again if has_gone else '')} queues them again"
         )
+
+
+def _fault_of_folder(model: str) -> str:
+    """What is wrong with a model that is named as a folder; "" if nothing is."""
+    try:
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            is_path = model.startswith((".", "~", "/"))
+            return f"there is no folder {model} on this machine" if is_path else ""
+        return "" if (folder / "config.json").exists() else f"the folder {model} has no config.json"
+    except (RuntimeError, OSError, ValueError):  # an unknown ~user, or a name too long
+        return ""
 
 
 def say_canceled(batch: BatchStatus) -> None:

@@ -99,8 +99,7 @@ def show_list(client: BatchClient, limit: int | None) -> None:
         Column("ROWS", [b.total for b in batches]),
         Column("FAILED", [b.failed for b in batches], if_any=True, drop=1),
         Column("PRIORITY", [b.priority.replace("normal", "") for b in batches], if_any=True),
-        Column("EXPIRES", [(b.expires and _short_moment(b.expires)) or "" for b in batches],
-               if_any=True),
+        Column("EXPIRES", [_deadline(b) for b in batches], if_any=True),
         Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
         Column("NAME", [b.name for b in batches], shorten_names, drop=4),
     ]  # fmt: skip
@@ -185,6 +184,7 @@ def show_job(client: BatchClient, job_id: str, *, as_json: bool) -> bool:
         fields = asdict(job)
         error = printable(fields.pop("error")) or None
         reused = "yes" if fields.pop("reused") else None
+        fields["num_deaths"] = fields["num_deaths"] or None
         if job.status == "running":
             fields["status"] = "held"
         print_fields([*fields.items(), ("reused", reused), ("error", error)])
@@ -235,6 +235,11 @@ def _about(worker: WorkerInfo, limit: int) -> str:
 
 def _size(num_bytes: int | None) -> str:
     return size_text(num_bytes) if num_bytes else ""
+
+
+def _deadline(batch: BatchStatus) -> str:
+    """When rows that have not started expire; nothing once all have ended."""
+    return _short_moment(batch.expires) if batch.expires and not batch.is_done else ""
 
 
 def _left(batch: BatchStatus, left: Left) -> str:

@@ -205,6 +205,22 @@ def test_ctrl_c_during_the_imports_is_silent(module: str) -> None:
 # ---- submit ----
 
 
+@pytest.mark.usefixtures("at_server")
+def test_submit_says_that_a_models_folder_is_wrong(source: Path, tmp_path: Path) -> None:
+    """A folder may be on the workers alone, so the rows are queued, but the name may be a slip."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name, fault in (
+        ("./nowhere", "there is no folder ./nowhere on this machine"),
+        (str(tmp_path / "gone"), f"there is no folder {tmp_path}/gone on this machine"),
+        (str(empty), f"the folder {empty} has no config.json"),
+        ("owner/name", ""),
+    ):
+        told = batchkv("submit", source, "-m", name, "--allow-bad")
+        assert told.exit_code == 0 and ("check the name" in told.stderr) is bool(fault)
+        assert fault in told.stderr
+
+
 def test_submit_prints_the_id_alone(at_server: str, redis_connection: Redis, source: Path) -> None:
     """Standard output is the batch id alone, for scripts. The same file joins its batch."""
     found = batchkv("submit", source, "-m", "m", "--max-tokens", "9", "--stop", "x", "--stop", "y")

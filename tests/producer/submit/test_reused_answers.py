@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -414,7 +415,8 @@ def test_reports_and_status_count_reused_rows_apart(desk: Desk, redis_server: Re
     runner = CliRunner(env={"BATCHKV_REDIS_URL": redis_server.url})
     found = runner.invoke(cli, ["status", batch])
     assert "3 ok (2 reused)" in found.output and "reused         2 rows" in found.output
-    assert "reused      yes" in runner.invoke(cli, ["status", f"{batch}-1"]).output
+    shown = runner.invoke(cli, ["status", f"{batch}-1"]).output
+    assert re.search(r"^reused +yes$", shown, re.MULTILINE) and "num_deaths" not in shown
     assert "reused" not in runner.invoke(cli, ["status", f"{batch}-3"]).output
     refused = runner.invoke(cli, ["submit", "--reuse", "--fresh", str(desk.write(*rows("a")))])
     assert refused.exit_code == 2 and "give one of them" in refused.output

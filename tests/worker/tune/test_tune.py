@@ -122,7 +122,7 @@ def test_the_table_of_a_gpu() -> None:
         "fused      0.100      1.250  4.0e-03     0.05     yes\n"
         "packed         -          -        -     0.05\n"
         "not used: packed is refused at 64 columns: no kernel\n"
-        "a further group of rows costs 2,048 cells\n\n"
+        "a further group of rows takes as long as 2,048 tokens of one row\n\n"
         "chunks of prompts have 1024 tokens (tokens a second: 256: 900, 1024: 1,500)\n"
         "72 groups of linear layers are multiplied at once\n"
         "36 layers have norms and positions by one kernel, in chunks of prompts too\n"

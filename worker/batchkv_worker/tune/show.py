@@ -27,9 +27,9 @@ def _heading(tuning: Tuning) -> str:
 def _layer(layer: LayerTuning) -> str:
     lines = [f"attention of {layer.layer}", *_columns([_HEAD, *map(_cells, layer.paths)])]
     lines += [f"not used: {path.fault}" for path in layer.paths if path.fault]
-    lines.append(f"a further group of rows costs {layer.group_cost:,} cells")
+    lines.append(f"a further group of rows takes as long as {layer.group_cost:,} tokens of one row")
     if layer.prefix_cells is not None:
-        lines.append(f"a shared prefix must save {layer.prefix_cells:,} cells")
+        lines.append(f"a shared prefix must save {layer.prefix_cells:,} tokens")
     return "\n".join(lines)
 
 

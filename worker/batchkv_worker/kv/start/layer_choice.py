@@ -79,7 +79,8 @@ def choose_path(
             "(`float` needs the fewest kernels), or another version of MLX"
         ) from fault
     backend.measurements.log_once(
-        "decode attention: %s for %s keys, %s values (%s); a group of rows costs %d cells",
+        "decode attention: %s for %s keys, %s values (%s); one more group of rows takes as long as "
+        "%d tokens",
         *(choice.path, layer.keys, layer.values),
         ", ".join(f"{path} {spent:.2f} ms" for path, spent in choice.long.items()),
         choice.group_cost,
@@ -176,7 +177,7 @@ def measure_prefix_cells(attention: LayerAttention, heads: int, rows: int) -> in
         WHOLE,
     )
     attention.backend.measurements.log_once(
-        "a prefix is stored once where that saves %d cells or more", cells
+        "a prefix is stored once where %d tokens or more need not be read again", cells
     )
     return cells
 
