@@ -36,7 +36,8 @@ Each is a flag of `batchkv serve` and a variable. [The gateway](gateway.md) expl
 FOOT = """
 `BATCHKV_HOME` is the folder of the embedded server, of logs, of worker files,
 of the gateway's files and of kept measurements. The default is `~/.batchkv`.
-Commands with a gateway's URL have two more, `BATCHKV_API_KEY` and `BATCHKV_CA_FILE`: see [From a laptop](gateway.md#from-a-laptop).
+Commands with a gateway's URL have two more, `BATCHKV_API_KEY` and `BATCHKV_CA_FILE`:
+see [From a laptop](gateway.md#from-a-laptop).
 
 Next: [The cache](cache.md)
 """

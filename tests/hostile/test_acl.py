@@ -77,7 +77,7 @@ def test_each_role_does_all_its_work(hub: Hub, tmp_path: Path) -> None:
     with workers(worker), hub.connect("admin") as admin:
         wait_until(lambda: num_ended(admin, batch) == 5, PATIENCE)
         ok("status")
-        assert "worker" in ok("status", batch)
+        assert "served by" in ok("status", batch)
         assert ok("status", f"{batch}-5", "--json").count('"running"') == 1
         ok("list")
         assert "busy" in ok("workers")
