@@ -203,11 +203,13 @@ class Client:
         order: Literal["finish", "input"] = "finish",
         follow: bool = False,
         after: int = 0,
+        on_status: Callable[[BatchStatus], object] | None = None,
     ) -> Iterator[StoredRow]:
         """Results one by one, those of wrong rows included.
 
         ``order="finish"`` starts at index ``after`` of the finish order. ``follow`` goes on until
-        the batch is done; with ``order="input"`` it waits for each line in turn.
+        the batch is done; with ``order="input"`` it waits for each line in turn. ``on_status`` gets
+        each status that it reads meanwhile.
 
         If the batch expires or is deleted meanwhile, NotFoundError is raised in place of the
         remaining rows.
@@ -215,7 +217,10 @@ class Client:
         full_id = self._find(batch_id)
 
         def reconciled(_: Redis, batch: str) -> BatchStatus:
-            return self._reconciler.reconcile_id(batch)
+            found = self._reconciler.reconcile_id(batch)
+            if on_status is not None:
+                on_status(found)
+            return found
 
         if order == "input":
             rows = stored_rows.in_input_order(

@@ -26,10 +26,7 @@ TICK_SECONDS = 2.0
 STREAM_SECONDS = 60.0  # then the browser opens a new stream, and shows its cookie again
 QUIET_SECONDS = 10.0  # without a change, until a comment shows that the stream is alive
 RETRY_MS = 500
-TROUBLE = (
-    "the queue's server does not answer or refuses it: the page tries again. If it was stopped, "
-    "`batchkv server start` starts it"
-)
+TROUBLE = "the queue's server does not answer or refuses it: the page tries again"
 BATCHES, WORKERS, HISTORY = "batches", "workers", "history"
 
 

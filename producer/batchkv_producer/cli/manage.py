@@ -86,7 +86,7 @@ def retry(
     with ExitStack() as stack:
         source = stack.enter_context(Given(files, read_as).opened()) if files else None
         opened = stack.enter_context(either(url))
-        before = opened.client.failures(opened.client.status(batch_id))
+        refused = opened.client.unanswered(batch_id).refused
         num = opened.client.retry(
             *(batch_id, canceled),
             job_timeout_seconds=job_timeout,
@@ -99,7 +99,7 @@ def retry(
         queued = rows(num, "was", "were") if num else "no row was"
         say(". ".join([f"{queued} queued again", *_why_not_all(batch_id, left, num, name)]))
         if num:
-            say_refused(before, left.wrong)
+            say_refused(refused)
             say_unserved(opened.client, batch_id)
 
 

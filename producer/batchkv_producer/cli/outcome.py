@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +15,7 @@ from batchkv_producer.progress import rows
 from batchkv_producer.results.failures import Failures, failure_lines
 from batchkv_producer.results.outfile import errors_path
 from batchkv_producer.results.target import STDOUT
-from batchkv_producer.wire.error_codes import INPUT_FAULTS, REFUSED_CODES, ErrorCode
+from batchkv_producer.wire.error_codes import INPUT_FAULTS, ErrorCode
 
 if TYPE_CHECKING:
     from batchkv_producer.local.run import RunReport
@@ -33,16 +32,12 @@ def say_unserved(client: BatchClient, batch_id: str) -> None:
         say(mismatch.note)
 
 
-def say_refused(failures: Iterable[Failures], num_wrong: int) -> None:
-    """Say after a retry how many of the queued rows failed for what is in their lines.
-
-    ``failures``: those before it. ``num_wrong``: rows among them that were not queued.
-    """
-    num = sum(group.count for group in failures if group.code in REFUSED_CODES) - num_wrong
-    if num > 0:
+def say_refused(num_queued: int) -> None:
+    """Say after a retry how many of the queued rows had failed for what is in their lines."""
+    if num_queued:
         say(
-            f"{rows(num)} of these failed for what is in the file, and will fail again unless the "
-            "workers have changed: correct the file"
+            f"of the queued rows, {num_queued:,} had failed for what is in the file, and will fail "
+            "again unless the workers have changed: correct the file"
         )
 
 
@@ -55,8 +50,6 @@ def say_after_submit(
     """
     say_unserved(client, submitted.batch_id)
     found = client.status(submitted.batch_id)
-    if not found.is_done and (fault := _fault_of_folder(found.model)):
-        say(f"{fault}: check the name if workers have it elsewhere, for the name names the queue")
     if earlier:
         say(earlier.sentence(found.kept))
     if submitted.joined and found.failed > submitted.num_bad:
@@ -65,18 +58,6 @@ def say_after_submit(
             f"{rows(found.failed - submitted.num_bad)} of this batch failed before: "
             f"{_retry_command(found, again if has_gone else '')} queues them again"
         )
-
-
-def _fault_of_folder(model: str) -> str:
-    """What is wrong with a model that is named as a folder; "" if nothing is."""
-    try:
-        folder = Path(model).expanduser()
-        if not folder.is_dir():
-            is_path = model.startswith((".", "~", "/"))
-            return f"there is no folder {model} on this machine" if is_path else ""
-        return "" if (folder / "config.json").exists() else f"the folder {model} has no config.json"
-    except (RuntimeError, OSError, ValueError):  # an unknown ~user, or a name too long
-        return ""
 
 
 def say_canceled(batch: BatchStatus) -> None:

@@ -29,7 +29,6 @@ from batchkv_producer.local.follow import Follower, snapshot_of, stale_rows
 from batchkv_producer.progress import printable, reporter
 from batchkv_producer.progress import rows as rows_text
 from batchkv_producer.results import outfile, output
-from batchkv_producer.results.line_set import LineSet
 from batchkv_producer.retry import read_with_retry
 from batchkv_producer.wire.job import Result
 
@@ -178,27 +177,15 @@ def _rows_of(
 
 
 def _followed(opened: Opened, batch_id: str) -> Iterator[StoredRow]:
-    """Each row once, as it ends. Standard error says why rows wait, and what helps.
+    """Each row once, as it ends. Standard error says what helps if rows wait for a worker.
 
-    A server that crashed may have other rows now at places that were read: then all is read again.
+    A gateway sends the rows as one answer, beside which nothing is asked: it says so at the start.
     """
-    client, delays, seen = opened.client, delays_of(opened, say), LineSet()
-    position, may_lack = 0, True
-    while True:
-        now = read_with_retry(partial(client.status, batch_id))
-        delays.look(now)
-        num_new = 0
-        for row in client.results(batch_id, after=position):
-            num_new += 1
-            position = row.position + 1
-            if seen.add(row.line):
-                yield row
-        if not now.is_done:
-            time.sleep(client.poll_seconds if num_new == 0 else 0)
-        elif may_lack and len(seen) < now.num_ended:
-            position, may_lack = 0, False
-        else:
-            return
+    delays = delays_of(opened, say)
+    if opened.session is not None:
+        return opened.session.client.results(batch_id, follow=True, on_status=delays.look)
+    delays.look(opened.client.status(batch_id))
+    return opened.client.results(batch_id, follow=True)
 
 
 class _Printed:

@@ -39,12 +39,13 @@ from batchkv_producer.cli.shared import (
     url_option,
 )
 from batchkv_producer.cli.worker_options import worker_options
-from batchkv_producer.client import Submitted
+from batchkv_producer.client import BatchStatus, Submitted
 from batchkv_producer.errors import UsageError
 from batchkv_producer.local import run as running
 from batchkv_producer.local.awake import kept_awake
 from batchkv_producer.local.beginning import generation_words, is_polite
 from batchkv_producer.local.remote_run import run_remotely
+from batchkv_producer.local.worker_checks import folder_note
 from batchkv_producer.progress import Reporter, Snapshot, reporter, rows
 from batchkv_producer.results.target import STDOUT
 from batchkv_producer.server.embedded import ensure_running
@@ -261,6 +262,7 @@ def submit(
         _say_submitted(submitted)
         say_after_submit(opened.client, submitted, earlier, again_from(given))
         batch_id = submitted.batch_id
+        _say_of_folder(opened.client.status(batch_id))
         for shown in opened.client.job_ids(batch_id) if ids else (batch_id,):
             click.echo(shown)
     ctx.exit(input_code(submitted.num_bad, allow_bad))
@@ -271,6 +273,11 @@ def _check_together(as_json: bool, dry_run: bool, source_batch: str | None) -> N
         raise UsageError("--json needs --dry-run: without it submit prints ids")
     if source_batch and dry_run:
         raise UsageError("--dry-run uses no server, and --from BATCH needs one: choose one of them")
+
+
+def _say_of_folder(found: BatchStatus) -> None:
+    if note := folder_note(found.model.removesuffix(f"@{found.adapter}")):
+        say(note)
 
 
 def _say_submitted(submitted: Submitted) -> None:

@@ -256,12 +256,13 @@ _JSON_FAULTS = {
     "Unterminated string starting at": "a quote is not closed",
     "Invalid control character at": "a text has a control character, which JSON writes as \\u00XX",
     "Expecting value": "a value is missing here, or is not one that JSON has",
-    "Expecting property name enclosed in double quotes": "a name in double quotes must stand here: "
-    "JSON has no single quotes, and no comma after the last value",
+    "Expecting property name enclosed in double quotes": "a name in double quotes must stand here. "
+    "JSON has no single quotes and no comma after the last value; or the line ends too early",
     "Illegal trailing comma before end of object": "there is a comma after the last value",
     "Illegal trailing comma before end of array": "there is a comma after the last value",
     "Expecting ':' delimiter": "a colon is missing after a name",
-    "Expecting ',' delimiter": "a comma is missing before this",
+    "Expecting ',' delimiter": "a comma or a closing bracket is missing here; or a quote inside "
+    'a text is not written as \\"',
     "Extra data": "something comes after the value",
 }
 

@@ -2,8 +2,8 @@
 
 Only a process's own machine knows whether the process lives. So each worker writes a file with its
 process id, and removes it when it ends normally. Other workers read the files when they start and
-now and then; so does ``batchkv run``. A host name would not do: it changes with the network, and
-two Macs may have the same one.
+every few seconds; so does ``batchkv run``. A host name would not do: it changes with the network,
+and two Macs may have the same one.
 
 If the file was written since the last boot and in the same PID namespace (a container has its own),
 the process id shows whether the process lives. Otherwise the machine was restarted, or another
@@ -20,7 +20,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ MAX_FILES_READ = 1000
 MAX_FILE_BYTES = 16_384
 FILE_TTL_SECONDS = 7 * 86400  # of records of dead workers of other servers
 MAX_RECLAIMED = 1_000_000
+PROC = "/proc"  # where Linux tells of processes
 COMMAND_SECONDS = 5.0  # limit for sysctl and ps
 
 
@@ -92,9 +93,12 @@ class Record:
         """Whether this process would see the record's process, if it lives."""
         return bool(self.boot) and (self.boot, self.space) == (boot_id(), pid_namespace())
 
-    def is_dead(self, connection: Redis) -> bool:
-        """Whether its process is gone, or was silent for two heartbeats. Raises RedisError."""
-        if self.has_visible_process:
+    def is_dead(self, connection: Redis, *, is_visible: bool) -> bool:
+        """Whether its process is gone, or was silent for two heartbeats. Raises RedisError.
+
+        ``is_visible``: ``has_visible_process``, which takes two commands on macOS.
+        """
+        if is_visible:
             try:
                 return process_start(self.pid) != self.started
             except OSError:
@@ -117,6 +121,7 @@ class Presence:
         self._connection = connection
         self._path: Path | None = None
         self._silent: set[Path] | None = None  # None until the first call of reclaim_dead
+        self._place = ("", "")  # the boot and the PID namespace of this process
         try:
             self._home: Home | None = home_from_environment()
             started = process_start(os.getpid())
@@ -125,6 +130,7 @@ class Presence:
             place = (boot_id(), pid_namespace(), os.getpid(), started)
             server, more = server_of(connection), tuple(more_queues)
             record = Record(name, queue, server, heartbeat_seconds, *place, more_queues=more)
+            self._place = (record.boot, record.space)
             self._path = _write(self._home, record)
         except (OSError, BatchkvError) as fault:
             self._home = None
@@ -144,14 +150,20 @@ class Presence:
         self._silent = set() if self._silent is None else self._silent
 
     def reclaim_ended(self) -> None:
-        """The same for workers whose processes have ended, as this machine sees at once.
+        """The same for workers whose process ids no process has any more. Raises RedisError.
 
-        Raises RedisError. It does nothing before the first ``reclaim_dead``.
+        It starts no command, so it may be called often. A process id that was used again, a
+        process that nobody has waited for and a silent machine are left to ``reclaim_dead``, before
+        whose first call it does nothing.
         """
         if self._home is None or self._silent is None:
             return
-        if num := reclaim_dead(self._connection, self._home, is_certain=True):
+        if num := reclaim_dead(self._connection, self._home, has_ended=self._has_ended):
             log.warning(RECLAIMED, num)
+
+    def _has_ended(self, record: Record) -> bool:
+        is_here = bool(record.boot) and (record.boot, record.space) == self._place
+        return is_here and _is_free(record.pid)
 
     def is_drained(self) -> bool:
         """Whether somebody on this machine wants the worker to take no more rows."""
@@ -183,21 +195,28 @@ def reclaim_dead(
     silent: set[Path] | None = None,
     own: Path | None = None,
     *,
-    is_certain: bool = False,
+    has_ended: Callable[[Record], bool] | None = None,
 ) -> int:
     """Reclaim the jobs that dead workers of this machine hold on this server. Returns their number.
 
     ``silent``: the records whose workers were silent at the last call. A worker without a visible
     process must be silent twice, because a server that is just back from an outage has no new
     heartbeats yet. None: once is enough. ``own``: the file of the calling worker, if it holds no
-    jobs yet. ``is_certain``: only workers whose process would be seen if it lived.
+    jobs yet. ``has_ended`` decides alone, if it is given.
     """
     here = server_of(connection)
     dead, num = list[tuple[Path, Record]](), 0
+    seen = set[Path]()
     living, holding = set[str](), set[str]()  # names
     for path, record in _records(home, here):
-        is_dead = (record.has_visible_process or not is_certain) and record.is_dead(connection)
-        if is_dead and (silent is None or record.has_visible_process or path in silent):
+        if has_ended is not None:
+            is_dead = is_certain = has_ended(record)
+        else:
+            is_visible = record.has_visible_process
+            is_dead = record.is_dead(connection, is_visible=is_visible)
+            is_certain = is_visible or silent is None or path in silent
+        seen.add(path)
+        if is_dead and is_certain:
             dead.append((path, record))
         else:
             living.add(record.name)
@@ -207,6 +226,10 @@ def reclaim_dead(
         elif silent is not None:
             silent.discard(path)
     for path, record in dead:
+        # Meanwhile a worker may have started again under the same name, and taken jobs.
+        new = {one.name for each, one in _records(home, here) if each not in seen}
+        living |= new
+        holding |= new
         if record.name not in holding:  # else a living process of that name holds the jobs
             moves = Transitions(connection)
             for queue in record.queues:
@@ -275,20 +298,33 @@ def pid_namespace() -> str:
         return ""
 
 
+def _is_free(pid: int) -> bool:
+    """Whether no process has this id, not even one that has ended and was not waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return pid > 0  # else it means a group of processes
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
 def process_start(pid: int) -> str | None:
     """The start of a process, in the system's own format. None if the process is gone.
 
     Raises OSError if the system does not say.
     """
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(PROC, str(pid), "stat").read_text().rpartition(")")[2].split()
         return None if state in ("Z", "X") else fields[18]
     except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self/stat").exists():
+        if Path(PROC, "self", "stat").exists():
             return None
     except (ValueError, IndexError) as fault:
         raise OSError(f"process {pid} cannot be read") from fault
     state, _, start = _output_of("ps", "-o", "state=,lstart=", "-p", str(pid)).partition(" ")
+    if not state and not _is_free(pid):
+        raise OSError(f"ps says nothing of process {pid}")
     return None if not state or state.startswith("Z") else " ".join(start.split())
 
 
@@ -301,6 +337,8 @@ def _output_of(*command: str) -> str:
         )
     except subprocess.TimeoutExpired as fault:
         raise OSError(f"{command[0]} does not answer") from fault
+    if done.returncode < 0:
+        raise OSError(f"{command[0]} was ended by signal {-done.returncode}")
     return done.stdout.strip()
 
 

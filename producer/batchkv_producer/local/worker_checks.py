@@ -45,6 +45,18 @@ def check_model_folder(model: str) -> None:
         raise UsageError(f"the model folder {model} has no config.json")
 
 
+def folder_note(model: str) -> str:
+    """What to say of a submit for a model whose name is a path, but no model folder here; or ""."""
+    try:
+        check_model_folder(model)
+    except UsageError as fault:
+        return (
+            f"{fault}. Other machines may have it. If the name is a slip, correct it: only workers "
+            "that were started with this name take the rows"
+        )
+    return ""
+
+
 def check_model_name(model: str) -> None:
     """Refuse a repository that is neither on this machine nor on the Hugging Face hub.
 

@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError
 from batchkv_producer import batch_facts
 from batchkv_producer.cli import cli, group
 from batchkv_producer.client import BatchStatus, Client
+from batchkv_producer.manage.reconcile import Reconciler
 from batchkv_producer.progress import LiveReporter, PlainReporter, Rates, Snapshot, duration
 from batchkv_producer.server import embedded as server
 from batchkv_producer.server.home import Home
@@ -211,13 +212,13 @@ def test_submit_says_that_a_models_folder_is_wrong(source: Path, tmp_path: Path)
     empty = tmp_path / "empty"
     empty.mkdir()
     for name, fault in (
-        ("./nowhere", "there is no folder ./nowhere on this machine"),
-        (str(tmp_path / "gone"), f"there is no folder {tmp_path}/gone on this machine"),
-        (str(empty), f"the folder {empty} has no config.json"),
+        ("./nowhere", "there is no model folder ./nowhere"),
+        (str(tmp_path / "gone"), f"there is no model folder {tmp_path}/gone"),
+        (str(empty), f"the model folder {empty} has no config.json"),
         ("owner/name", ""),
     ):
         told = batchkv("submit", source, "-m", name, "--allow-bad")
-        assert told.exit_code == 0 and ("check the name" in told.stderr) is bool(fault)
+        assert told.exit_code == 0 and ("correct it: only workers" in told.stderr) is bool(fault)
         assert fault in told.stderr
 
 
@@ -532,7 +533,7 @@ def test_retry_tells_of_rows_that_will_fail_again(
         moves.finish(queue, "w", [JobResult(row.lease, "failed", encode_result(result))])
     told = batchkv("retry", batch_id).stderr
     assert "2 rows were queued again. 1 row is wrong in the input" in told
-    assert "batchkv: 1 row of these failed for what is in the file, and will fail again" in told
+    assert "batchkv: of the queued rows, 1 had failed for what is in the file" in told
 
 
 def test_following_says_why_no_row_comes(
@@ -541,15 +542,15 @@ def test_following_says_why_no_row_comes(
     """``--follow`` to standard output names the command of a worker while none serves the queue.
     Rows that end meanwhile are printed once each."""
     batch_id = submitted(source)
-    real, calls = Client.status, list[str]()
+    real, calls = Reconciler.reconcile_id, list[str]()
 
-    def status(client: Client, wanted: str) -> BatchStatus:
+    def look(reconciler: Reconciler, wanted: str) -> BatchStatus:
         calls.append(wanted)
         if len(calls) == 4:
             finish(redis_connection, "m")
-        return real(client, wanted)
+        return real(reconciler, wanted)
 
-    monkeypatch.setattr(Client, "status", status)
+    monkeypatch.setattr(Reconciler, "reconcile_id", look)
     told = batchkv("results", batch_id, "--follow")
     assert told.exit_code == 0 and told.stdout.count("\n") == 3
     assert told.stderr.count("nobody serves the queue") == 1

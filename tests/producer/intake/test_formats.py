@@ -124,7 +124,7 @@ def test_blank_lines_crlf_and_bom() -> None:
             "invalid_json",
             "a value is missing here, or is not one that JSON has (character 1)",
         ),
-        (b'{"prompt": "a" "b"}', "invalid_json", "a comma is missing before this (character 16)"),
+        (b'{"prompt": "a" "b"}', "invalid_json", "a comma or a closing bracket is missing here"),
         (b"{'prompt': 'a'}", "invalid_json", "a name in double quotes must stand here"),
         (b'{"prompt": "a",}', "invalid_json", "comma after the last value"),
         (b'{"prompt" "a"}', "invalid_json", "a colon is missing after a name (character 11)"),

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -22,6 +23,7 @@ from batchkv_producer.wire.transitions import Transitions
 from producer.wire.test_transitions import QUEUE, House, job_id
 
 Leave = Callable[..., Path]
+FREE_PID = 2**22 + 1  # more than Linux gives
 ENDLESS = (
     '{"name": "", "queue": "", "server": "", "heartbeat_seconds": 1, "boot": "", "space": "", '
     '"started": "", "pid": Infinity}'
@@ -162,22 +164,58 @@ def test_a_silence_is_looked_at_twice(house: House, home: Home, leave: Leave) ->
 
 
 def test_only_a_certain_end_counts_between_rounds(house: House, home: Home, leave: Leave) -> None:
-    """``reclaim_ended`` takes no silence for an end, and holds back before the first look."""
+    """``reclaim_ended`` takes no silence for an end, and no process id that was used again. Before
+    the first look it holds back."""
     worker = Presence(house.connection, "w", QUEUE, 15.0)
-    path = leave(started="1")
+    path = leave(pid=FREE_PID)
     worker.reclaim_ended()
     assert house.count("running") == 4
     path.unlink()
     worker.reclaim_dead()
-    path = leave(boot="another")
-    set_heartbeat(house, 4000)
-    for _ in range(3):
-        worker.reclaim_ended()
-    assert house.count("running") == 4 and path.exists()
-    path.unlink()
-    leave(started="1")
+    for place in ({"boot": "another", "pid": FREE_PID}, {"started": "1"}, {"pid": -FREE_PID}):
+        path = leave(**place)
+        set_heartbeat(house, 4000)
+        for _ in range(3):
+            worker.reclaim_ended()
+        assert house.count("running") == 4 and path.exists()
+        path.unlink()
+    leave(pid=FREE_PID)
     worker.reclaim_ended()
     assert house.count("running") == 0
+
+
+def test_a_worker_that_starts_again_meanwhile_keeps_its_jobs(
+    house: House, home: Home, leave: Leave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the taking, a worker of the same name has begun, and holds jobs."""
+    old = leave(pid=FREE_PID)
+    real = presence._records
+    looks: list[int] = []
+
+    def records(home: Home, server: str) -> Any:
+        looks.append(1)
+        if len(looks) == 2:
+            Presence(house.connection, "victim", QUEUE, 15.0)
+        return real(home, server)
+
+    monkeypatch.setattr(presence, "_records", records)
+    assert reclaim_dead(house.connection, home) == 0
+    assert house.count("running") == 4 and not old.exists()
+
+
+@pytest.mark.parametrize("ends", ["kill -9 $$", "exit 1"])
+def test_a_failing_ps_is_no_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Where ``ps`` tells of processes, as on macOS: one that says nothing proves nothing."""
+    (tmp_path / "ps").write_text(f"#!/bin/sh\n{ends}\n")
+    (tmp_path / "ps").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(presence, "PROC", str(tmp_path / "none"))
+    with pytest.raises(OSError, match="ps "):
+        process_start(os.getpid())
+    if ends == "exit 1":
+        assert process_start(FREE_PID) is None
 
 
 def test_a_machine_that_was_started_anew(house: House, home: Home, leave: Leave) -> None:

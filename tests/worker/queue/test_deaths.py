@@ -110,6 +110,7 @@ def test_a_death_is_seen_between_rounds_of_maintenance(
         batch = submit(redis_connection, ["slow:40"] * total)
         wait_until(lambda: held_by(redis_connection, batch).get("victim"))
         victim.process.kill()
+        victim.process.wait()
         wait_until(lambda: num_ended(redis_connection, batch) == total)
         survivor.process.send_signal(signal.SIGTERM)
         assert survivor.wait() == 0

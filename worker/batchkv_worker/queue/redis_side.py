@@ -264,8 +264,8 @@ class RedisSide:
         version refuses that, which does no harm.
         """
         if self._has_looked and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + DEATH_SECONDS
             self._look_for_ended()
+            self._look_at = time.monotonic() + DEATH_SECONDS
         pipeline = self._connection.pipeline(transaction=False)
         pipeline.exists(redis_keys.SUSPENDED)
         for key in redis_keys.waiting_lists(self._queue):
