@@ -160,10 +160,13 @@ def test_a_server_that_restarts_costs_nothing(
     body += chat_file("a") + b"\r\n--b--\r\n"
     head = (
         "POST /v1/files HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        f"content-length: {len(body)}\r\ncontent-type: multipart/form-data; boundary=b\r\n\r\n"
+        f"content-length: {len(body)}\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        "expect: 100-continue\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", gateway.port), 20) as sender:
-        sender.sendall(head.encode() + body[:150])
+        sender.sendall(head.encode())
+        assert b" 100 " in sender.recv(65536)  # the key was looked up, and the body is read now
+        sender.sendall(body[:150])
         server.stop()
         with pytest.raises(openai.InternalServerError) as caught:
             client.files.list()

@@ -6,6 +6,7 @@ The processes and the queue are real.
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 import threading
@@ -123,7 +124,8 @@ def test_rows_that_do_not_end_in_time_go_back(
         wait_until(lambda: num_ended(redis_connection, batch) == 1)  # so the engine has begun
         wait_until(lambda: counts_of(redis_connection, batch)["running"] == 4)
         mac.plant(ON_BATTERY)
-        wait_until(lambda: "gave 2 started jobs back" in worker.said)
+        # The second of two slots may have been filled a moment later.
+        wait_until(lambda: re.search("gave [12] started jobs back", worker.said) is not None)
         wait_until(lambda: num_leases(redis_connection) == 0)
         assert counts_of(redis_connection, batch)["running"] == 0
         assert num_ended(redis_connection, batch) == 1
