@@ -173,14 +173,13 @@ def _formatted(job_id: str, found: Result, form: str) -> str:
 def _rows_of(
     opened: Opened, batch_id: str, order: Literal["finish", "input"], *, follow: bool
 ) -> Iterator[StoredRow]:
-    return _followed(opened, batch_id) if follow else opened.client.results(batch_id, order=order)
+    """Each row once; those that are followed as they end.
 
-
-def _followed(opened: Opened, batch_id: str) -> Iterator[StoredRow]:
-    """Each row once, as it ends. Standard error says what helps if rows wait for a worker.
-
-    A gateway sends the rows as one answer, beside which nothing is asked: it says so at the start.
+    Standard error says what helps if these wait for a worker. A gateway sends them as one answer,
+    beside which nothing is asked: it is said at the start alone.
     """
+    if not follow:
+        return opened.client.results(batch_id, order=order)
     delays = delays_of(opened, say)
     if opened.session is not None:
         return opened.session.client.results(batch_id, follow=True, on_status=delays.look)

@@ -120,6 +120,8 @@ def test_a_wrong_line_fails_the_batch_with_its_number(client: OpenAI) -> None:
         (5, "unsupported_parameter"), (6, "mismatched_model"), (7, "unsupported_parameter"),
         (8, "missing_required_parameter"),
     }  # fmt: skip
+    lacking = next(error.message for error in done.errors.data or [] if error.line == 8)
+    assert lacking == "the line has no custom_id, no method, no url, no body.model"
     assert (done.output_file_id, done.error_file_id) == (None, None)
 
 

@@ -22,7 +22,8 @@ from batchkv_gateway.native.owners import Owners
 from batchkv_gateway.native.rows import page_of_rows
 from batchkv_producer.cli import cli
 from batchkv_producer.client import Client
-from batchkv_producer.monitor.status import read_batch
+from batchkv_producer.monitor.delays import Delays
+from batchkv_producer.monitor.status import BatchStatus, read_batch
 from batchkv_producer.wire import redis_keys as queue_keys
 from support.gateway import Gateway, chat_file, working
 
@@ -82,6 +83,26 @@ def test_facts_are_those_of_the_commands(
     assert http.get(f"/batches/{batch[:6]}").json()["batch_id"] == batch
     assert http.get("/server").json()["memory"]["used_bytes"] > 0
     assert http.get("/samples?queue=rq:queue:none").json()["data"] == []
+
+
+def test_following_over_a_gateway_says_that_nobody_serves(
+    http: HttpClient, redis_url: str, redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``results --follow`` says it before the rows come, each of which is printed once."""
+    batch = submitted(redis_connection, "a", "b")
+    real = Delays.look
+
+    def look(delays: Delays, status: BatchStatus) -> str:
+        words = real(delays, status)
+        with working(redis_url):
+            done(Client(redis_connection), batch)
+        return words
+
+    monkeypatch.setattr(Delays, "look", look)
+    url = str(http.base_url).partition("/batchkv")[0]
+    told = CliRunner().invoke(cli, ["results", batch, "--follow", "--url", url])
+    assert told.exit_code == 0 and told.stdout.count("\n") == 2
+    assert told.stderr.count("nobody serves the queue") == 1
 
 
 def test_results_go_on_after_a_position(

@@ -122,6 +122,19 @@ def test_waiting_rows_have_a_column_beside_canceled_ones(redis_connection: Redis
 
 
 @pytest.mark.usefixtures("at_server")
+def test_a_deadline_is_listed_until_all_rows_have_ended(redis_connection: Redis) -> None:
+    """After that it says nothing: results stay for another time."""
+    late = fill(redis_connection)[1:]
+    assert all(batch_id in batchkv("list").stdout for batch_id in late)
+    assert "EXPIRES" in batchkv("list").stdout
+    ended = {"total": 3, "ok": 1, "failed": 1, "canceled": 1, "running": 0}
+    for batch_id in late:
+        redis_connection.hset(redis_keys.batch(batch_id), mapping=ended)  # type: ignore[arg-type]
+    shown = batchkv("list").stdout
+    assert "EXPIRES" not in shown and all(batch_id in shown for batch_id in late)
+
+
+@pytest.mark.usefixtures("at_server")
 def test_the_worker_of_a_begun_batch_is_named(redis_connection: Redis) -> None:
     """Also once a worker has taken rows and died: nobody else would compute the rest."""
     (batch_id, *_) = fill(redis_connection)
