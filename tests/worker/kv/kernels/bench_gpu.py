@@ -2,7 +2,7 @@
 """Decode attention of one layer, chained: MLX's ways, and the kernels over records.
 
     python tests/worker/kv/kernels/bench_gpu.py [--quick] [--build] [--rows N] [--layers N]
-    MLX_ENABLE_TF32=0 python tests/worker/kv/kernels/bench_gpu.py --check 40
+    MLX_ENABLE_TF32=0 python tests/worker/kv/kernels/bench_gpu.py --check 40 [--processes N]
 
 The shape is that of Qwen3-4B: 8 KV heads of 128 numbers, 4 query heads each, bfloat16. Each layer
 has keys and values of its own, and its output is the next layer's query. All rows have the same
@@ -15,7 +15,9 @@ at which packed bytes are read, and the share of ``float``'s time.
 
 ``--check N`` measures nothing: attention of a covering set of layers and of N random ones, with
 rows of many lengths, prefixes and sinks, is compared with that of float32, as in the suite.
-On CUDA it needs ``MLX_ENABLE_TF32=0``, or the other side rounds.
+On CUDA it needs ``MLX_ENABLE_TF32=0``, or the other side rounds. Most of its time goes to compiling
+on the host, so ``--processes`` divides the layers among that many, each with compiled kernels of
+its own.
 
 It needs a GPU. ``--emulate`` runs the kernels as C++ on a CPU instead, to try the program itself.
 """
@@ -24,19 +26,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from batchkv_worker.kv.backends import device
+from batchkv_worker.kv.backends import device, mlx_kernels
 from batchkv_worker.kv.kernels.compiled_launch import launch_for
 from batchkv_worker.kv.kernels.decode import DecodeKernels
 from batchkv_worker.kv.kernels.launch import Launch, metal_launch
@@ -169,23 +175,42 @@ def samples(count: int) -> Iterator[tuple[Sample, bool]]:
         yield from drawn(seed)
 
 
-def check(count: int, launch: Launch, *, has_both: bool) -> int:
-    """Compare layers; prints and counts what is wrong.
+def check(part: int, parts: int, count: int, *, emulates: bool) -> tuple[int, int]:
+    """Compare every ``parts``-th layer from ``part`` on; prints what is wrong.
 
-    ``has_both``: also products of matrices, and in every second layer counted threadgroups.
+    On CUDA and on a CPU also by products of matrices, and in every second layer with counted
+    threadgroups. Returns the numbers of layers that were compared and that were wrong.
     """
+    has_both = device.kind() != "metal"
     compared = faults = 0
-    for sample, matrices in samples(count):
-        if matrices and not has_both:
-            continue
-        compared += 1
-        try:
-            sample.check(launch, matrices=matrices, counts=has_both and compared % 2 == 0)
-        except (AssertionError, ValueError, RuntimeError) as fault:
-            faults += 1
-            print(f"{'matrices' if matrices else 'kernel'} {sample.case}: {fault}", flush=True)
-        if compared % 20 == 0:
-            print(f"{compared} compared so far", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if parts > 1:
+            os.environ[mlx_kernels.VARIABLE] = folder  # processes must not write the same files
+        launch = CppLaunch(Path(folder)) if emulates else launch_of(device.kind())
+        found = (one for one in samples(count) if has_both or not one[1])
+        for index, (sample, matrices) in enumerate(found):
+            if index % parts != part:
+                continue
+            compared += 1
+            try:
+                sample.check(launch, matrices=matrices, counts=has_both and index % 2 == 1)
+            except (AssertionError, ValueError, RuntimeError) as fault:
+                faults += 1
+                print(f"{'matrices' if matrices else 'kernel'} {sample.case}: {fault}", flush=True)
+            if compared % 20 == 0:
+                print(f"process {part}: {compared} compared so far", flush=True)
+    return compared, faults
+
+
+def check_all(count: int, processes: int, *, emulates: bool) -> int:
+    """Compare all layers in ``processes`` processes; returns how many were wrong."""
+    if processes == 1:
+        compared, faults = check(0, 1, count, emulates=emulates)
+    else:
+        part = partial(check, parts=processes, count=count, emulates=emulates)
+        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+        with pool:
+            compared, faults = map(sum, zip(*pool.map(part, range(processes)), strict=True))
     print(f"{compared} compared, {faults} wrong", flush=True)
     return faults
 
@@ -203,20 +228,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--build", action="store_true", help="build the chain anew each time")
     parser.add_argument("--emulate", action="store_true", help="on a CPU, to try the program")
     parser.add_argument("--check", type=int, metavar="N", help="compare N random layers instead")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="for --check")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     kind = device.kind()
     if kind == "cpu" and not given.emulate:
         print("the kernels need a GPU: --emulate tries the program on a CPU")
         return 0
+    if given.check is not None:
+        return int(check_all(given.check, given.processes, emulates=given.emulate) > 0)
     rows, layers, lengths = given.rows, given.layers, COLUMNS
     if given.quick or given.emulate:
         rows, layers, lengths = min(rows, 2 if given.emulate else 32), min(layers, 4), COLUMNS[:1]
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         launch = CppLaunch(Path(folder)) if given.emulate else launch_of(kind)
-        if given.check is not None:
-            return int(check(given.check, launch, has_both=kind != "metal") > 0)
         for columns in lengths:
             floats = 0.0
             for name in SCHEMES:
