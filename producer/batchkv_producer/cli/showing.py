@@ -97,14 +97,18 @@ def show_list(client: BatchClient, limit: int | None) -> None:
         Column("DONE", [share_done(b) for b in batches]),
         Column("LEFT", [_left(b, left) for b in batches], drop=2, if_any=True),
         Column("ROWS", [b.total for b in batches]),
-        Column("FAILED", [b.failed for b in batches], if_any=True, drop=1),
-        Column("PRIORITY", [b.priority.replace("normal", "") for b in batches], if_any=True),
-        Column("EXPIRES", [_deadline(b) for b in batches], if_any=True),
+        Column("FAILED", [b.failed for b in batches], if_any=True),
+        Column("PRIORITY", [_priority(b) for b in batches], if_any=True, drop=1),
+        Column("EXPIRES", [_deadline(b) for b in batches], if_any=True, drop=6),
         Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
         Column("NAME", [b.name for b in batches], shorten_names, drop=4),
     ]  # fmt: skip
     _print_batches(columns)
     _print_older(num_older)
+
+
+def _priority(batch: BatchStatus) -> str:
+    return "" if batch.priority == "normal" else batch.priority
 
 
 def _print_batches(columns: list[Column]) -> None:

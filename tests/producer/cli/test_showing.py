@@ -61,11 +61,11 @@ def batchkv(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def fill(connection: Redis) -> list[str]:
+def fill(connection: Redis, form: str = "{:016x}") -> list[str]:
     """Batches with many rows and long names, in every state, and workers with and without data."""
     moves, ids = Transitions(connection), []
     for number, model in enumerate(MODELS):
-        batch_id, queue = f"{number:016x}", redis_keys.queue_name(model)
+        batch_id, queue = form.format(number), redis_keys.queue_name(model)
         fields: dict[str, str | int] = {"digest": "0", "total": 1_000_000, "num_chunks": 1}
         fields |= {"model": model, "queue": queue, "name": f"prompts-of-{'many-' * 20}days.jsonl"}
         if number:
@@ -119,6 +119,17 @@ def test_waiting_rows_have_a_column_beside_canceled_ones(redis_connection: Redis
     assert "QUEUED" in title.split() and "CANCELED" not in title
     (line,) = (line for line in lines if line.startswith(ids[0]))
     assert line[: title.index("QUEUED") + len("QUEUED")].split()[-1] == "57"
+
+
+@pytest.mark.usefixtures("at_server")
+def test_failed_rows_are_listed_beside_the_long_ids_of_a_gateway(redis_connection: Redis) -> None:
+    """Where not all columns fit, priorities are left out first, and they never."""
+    ids = fill(redis_connection, "batch_{:032x}")
+    title, *lines = batchkv("list").stdout.splitlines()
+    assert "FAILED" in title.split() and "PRIORITY" not in title
+    assert {line.split()[0] for line in lines} == {*ids}
+    end = title.index("FAILED") + len("FAILED")
+    assert all(line[:end].split()[-1] == "1,234" and len(line) <= 80 for line in lines)
 
 
 @pytest.mark.usefixtures("at_server")
