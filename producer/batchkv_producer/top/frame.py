@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 
 from rich.text import Text
 
-from batchkv_producer.client import BatchStatus
+from batchkv_producer.client import BatchStatus, WorkerInfo
 from batchkv_producer.monitor.remaining import percent_done, share_done
 from batchkv_producer.progress import duration, printable
 from batchkv_producer.server.memory_use import size_text
 from batchkv_producer.tables import Column, shorten_models, shorten_names, table_lines
 from batchkv_producer.top.view import View, WorkerView
 
-KEYS = "q ends   up, down select a worker   d drains it   u resumes it"
+KEYS = "q ends  up, down select a worker  d drains it  u resumes it"
 OTHER_LINES = 8  # titles, empty lines, the sums and the keys
 MIN_ROWS = 3
 BAR_CHARS = 10
@@ -83,14 +83,14 @@ def _batches(view: View, batches: Sequence[BatchStatus], screen: Screen) -> list
         Column("BATCH", [b.batch_id for b in batches]),
         Column("", [_bar(b) for b in batches], drop=1),
         Column("DONE", [share_done(b) for b in batches]),
-        Column("TOK/S", [None if speed is None else round(speed) for speed in speeds]),
+        Column("TOK/S", [None if speed is None else round(speed) for speed in speeds], drop=7),
         Column("LEFT", ["" if each is None else duration(each) for each in left], if_any=True),
-        Column("OK", [b.ok for b in batches]),
+        Column("OK", [b.ok for b in batches], drop=5),
         Column("FAILED", [b.failed for b in batches], if_any=True),
         Column("HELD", [b.running for b in batches], drop=3),
-        Column("QUEUED", [b.queued for b in batches]),
+        Column("QUEUED", [b.queued for b in batches], drop=6),
         Column("MODEL", [b.model for b in batches], shorten_models, drop=2),
-        Column("NAME", [b.name for b in batches], shorten_names),
+        Column("NAME", [b.name for b in batches], shorten_names, drop=4),
     ]
     title, *lines = table_lines(columns, screen.width)
     styles = [DONE if b.is_done else FAULTY if b.failed else "" for b in batches]
@@ -108,9 +108,9 @@ def _workers(workers: Sequence[WorkerView], screen: Screen) -> list[Text]:
     columns = [
         Column("WORKER", [w.name for w in infos], shorten_names, min_width=14),
         Column("STATE", [w.shown_state for w in infos], shorten_names, min_width=16),
-        Column("SLOTS", [_slots(w) for w in workers]),
+        Column("SLOTS", [_slots(w) for w in workers], drop=8),
         Column("TOK/S", [w.tokens_per_second for w in infos]),
-        Column("MEMORY", [size_text(w.memory_bytes) if w.memory_bytes else "" for w in infos]),
+        Column("MEMORY", [_memory(w) for w in infos], drop=7),
         Column("KV", [_kv_memory(w) for w in workers], drop=3),
         Column("PRESSURE", [w.pressure for w in workers], drop=5),
         Column("CACHED", ["" if one is None else f"{100 * one:.0f} %" for one in shares], drop=6),
@@ -140,6 +140,10 @@ def _slots(worker: WorkerView) -> str:
     if slots is None:
         return ""
     return f"{slots}" if decoding is None else f"{decoding:.0f}/{slots}"
+
+
+def _memory(worker: WorkerInfo) -> str:
+    return size_text(worker.memory_bytes) if worker.memory_bytes else ""
 
 
 def _kv_memory(worker: WorkerView) -> str:

@@ -89,6 +89,21 @@ def test_a_frame_fits_its_terminal(width: int) -> None:
         assert not {"\x1b", "\u202e"} & set("".join(lines))
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_line_is_cut_beside_long_ids(width: int) -> None:
+    """Ids of a gateway have 38 characters. Columns are left out instead, and failures never."""
+    ids = [f"batch_{number:032x}" for number in range(2)]
+    batches = [batch(n, batch_id=one, ok=123_456, failed=99) for n, one in enumerate(ids)]
+    batches = [dataclasses.replace(one, total=1_000_000, running=64) for one in batches]
+    values: dict[str, Any] = {"num_slots": 64, "memory_bytes": 10**11, "tokens_per_second": 10_500}
+    workers = [worker("a-mac-with-a-long-name", FIGURES, **values)]
+    lines = draw(view(batches, workers), Screen(width, 24)).plain.splitlines()
+    assert "…" not in "".join(lines[1:])
+    title, *rows = lines[2:5]
+    end = title.index("FAILED") + len("FAILED")
+    assert [(row.split()[0], row[:end].split()[-1]) for row in rows] == [(one, "99") for one in ids]
+
+
 def test_a_batch_whose_lines_were_refused_has_no_rows() -> None:
     text = draw(view([batch(1, total=0)], []), Screen(100, 10)).plain
     assert "no rows" in text and "100 %" not in text
