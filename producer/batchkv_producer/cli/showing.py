@@ -98,8 +98,8 @@ def show_list(client: BatchClient, limit: int | None) -> None:
         Column("LEFT", [_left(b, left) for b in batches], drop=2, if_any=True),
         Column("ROWS", [b.total for b in batches]),
         Column("FAILED", [b.failed for b in batches], if_any=True),
-        Column("PRIORITY", [_priority(b) for b in batches], if_any=True, drop=1),
-        Column("EXPIRES", [_deadline(b) for b in batches], if_any=True, drop=6),
+        Column("PRIORITY", [_priority(b) for b in batches], if_any=True, drop=6),
+        Column("EXPIRES", [_deadline(b) for b in batches], if_any=True, drop=7),
         Column("MODEL", [b.model for b in batches], shorten_models, drop=5),
         Column("NAME", [b.name for b in batches], shorten_names, drop=4),
     ]  # fmt: skip

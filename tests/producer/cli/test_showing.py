@@ -123,7 +123,7 @@ def test_waiting_rows_have_a_column_beside_canceled_ones(redis_connection: Redis
 
 @pytest.mark.usefixtures("at_server")
 def test_failed_rows_are_listed_beside_the_long_ids_of_a_gateway(redis_connection: Redis) -> None:
-    """Where not all columns fit, priorities are left out first, and they never."""
+    """Where not all columns fit, other ones are left out."""
     ids = fill(redis_connection, "batch_{:032x}")
     title, *lines = batchkv("list").stdout.splitlines()
     assert "FAILED" in title.split() and "PRIORITY" not in title
