@@ -38,6 +38,12 @@ SCHEMA = {
     "required": ["code"],
     "additionalProperties": False,
 }
+ODD = {
+    "type": "object",
+    "properties": {"odd": {"type": "boolean"}},
+    "required": ["odd"],
+    "additionalProperties": False,
+}
 PARAMS = SamplingParams(max_tokens=64, temperature=0.0)
 
 
@@ -63,6 +69,7 @@ def rows() -> list[Work]:
         row("json", f"{ASKED} Answer in JSON."),
         row("form", f"{ASKED} Answer in JSON.", constraint=form),
         row("thought and form", f"{ASKED} Answer in JSON.", constraint=form, params=cut),
+        row("form alone", "Is 9 odd?", constraint=Constraint("json_schema", ODD)),
         row("call", call, tools=TOOLS),
         row("forced", call, tools=TOOLS, tool_choice="required"),
         row("two calls", both, tools=TOOLS),
@@ -111,6 +118,12 @@ def test_a_form_begins_after_a_thought() -> None:
     found = answers()["thought and form"]
     assert found.reasoning.startswith("I look for ") and len(found.reasoning.split()) <= 4
     assert json.loads(found.text)["code"].isdecimal() and found.finish_reason == "stop"
+
+
+def test_a_form_is_no_reason_to_think() -> None:
+    """Where the model would answer "No." at once, and the form forbids that, it does not think."""
+    found = answers()["form alone"]
+    assert found.reasoning == "" and isinstance(json.loads(found.text)["odd"], bool)
 
 
 @pytest.mark.parametrize(

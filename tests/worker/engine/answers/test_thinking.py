@@ -6,12 +6,23 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from batchkv_worker.engine.answers.thinking import Lead, State, ThinkingGuide, Thoughts
-from batchkv_worker.engine.tokens.guide import AllOf, Mask, allow_only, forbid, new_masks
+from batchkv_worker.engine.tokens.generation import Generation
+from batchkv_worker.engine.tokens.guide import (
+    AllOf,
+    Mask,
+    allow_only,
+    doubted_of,
+    forbid,
+    new_masks,
+)
+from batchkv_worker.engine.tokens.sampling import sample
 from batchkv_worker.guide import Guide, GuideFault
+from batchkv_worker.sequence import Sequence as Row
 
 VOCABULARY = 70
 END, BLANK, CALL = 0, 5, 6
@@ -157,6 +168,61 @@ def test_a_grammar_without_a_thought() -> None:
         write(guide, 31)
         assert guide.is_over
     assert allowed(ThinkingGuide(ONE, State.ANSWER).and_then(Exactly(30))) == {30}
+
+
+def doubted(guide: Guide) -> tuple[int, ...]:
+    """What is doubted of the tokens that may follow."""
+    mask = new_masks(1, VOCABULARY)[0]
+    guide.fill(mask)
+    return doubted_of(guide, mask)
+
+
+def test_a_thought_that_nobody_asked_for_is_doubted() -> None:
+    """A grammar is no reason to think. A blank line may come before a thought."""
+    first = ThinkingGuide(ONE, State.START)
+    guide = first.and_then(Exactly(30, 31))
+    assert doubted(guide) == (OPEN, BLANK)
+    assert doubted(AllOf([guide, AllOf([])])) == (OPEN, BLANK)
+    assert doubted(ThinkingGuide(ONE, State.START)) == ()  # without a grammar
+    write(guide, OPEN)
+    assert doubted(guide) == ()
+    write(guide, CLOSE)
+    assert doubted(guide) == ()
+    begun = first.fresh().and_then(Exactly(30, 31))
+    write(begun, 30)
+    assert doubted(begun) == ()
+
+
+def test_a_marker_that_the_grammar_begins_with_is_not_doubted() -> None:
+    """Nor is the only token that may come."""
+    guide = ThinkingGuide(MANY, State.START).and_then(Exactly(30))
+    assert doubted(guide) == ()  # an answer begins with a channel, too
+    write(guide, CHANNEL)
+    assert doubted(guide) == (ANALYSIS,)
+    write(guide, ANALYSIS)
+    assert allowed(guide) == {MESSAGE} and doubted(guide) == ()
+
+
+@pytest.mark.parametrize(("likeliest", "chosen"), [(40, 30), (OPEN, OPEN), (BLANK, OPEN)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_thinks_if_it_would_without_the_grammar(
+    likeliest: int, chosen: int, temperature: float
+) -> None:
+    """Also beside rows that have no guide, or none that doubts."""
+    guides = [None, ThinkingGuide(ONE, State.START), AllOf([Exactly(30)])]
+    guides.append(ThinkingGuide(ONE, State.START).and_then(Exactly(30)))
+    generation = Generation(9, temperature=temperature)
+    rows = [Row(str(place), (1, 2), generation) for place in range(len(guides))]
+    masks = new_masks(len(rows), VOCABULARY)
+    for row, guide, mask in zip(rows, guides, masks, strict=True):
+        row.guide = guide
+        if guide is not None:
+            guide.fill(mask)
+    logits = np.full((len(rows), VOCABULARY), -99.0, np.float32)
+    logits[:, likeliest] = 50
+    logits[:, OPEN] += 20  # likelier than the answer's first token
+    found = sample(mx.array(logits), mx.array([2] * len(rows)), rows, masks).tokens.tolist()
+    assert found == [likeliest, likeliest, 30, chosen]
 
 
 def test_a_blank_line_that_the_grammar_wants_is_its_own() -> None:

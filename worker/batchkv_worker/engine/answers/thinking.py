@@ -3,7 +3,9 @@
 A thought's marker may be several tokens. So these guides compare the last tokens with the marker.
 
 ==========  ==================================================================================
-``START``   nothing was decided yet: the model may open a thought, or begin its answer
+``START``   nothing was decided yet: the model may open a thought, or begin its answer.
+            With a grammar it opens one only if it would without the grammar, too: else a
+            model that answers at once would think, because its own first word is forbidden
 ``THOUGHT`` in the thought; nothing is forbidden but what would end the row
 ``FORCED``  the end of the thought is written, token by token
 ``BLANK``   right after a thought: blank lines may come before the answer
@@ -19,11 +21,11 @@ import numpy as np
 
 from batchkv_worker.engine.answers.thoughts import State, Thoughts
 from batchkv_worker.engine.tokens.guide import (
-    WORD_BITS,
     AllOf,
     Mask,
     allow_only,
     forbid,
+    has_bit,
     new_masks,
 )
 from batchkv_worker.guide import Guide
@@ -33,7 +35,8 @@ class ThinkingGuide:
     """Ends thoughts after ``budget`` tokens in all, and lets a grammar begin after the thought.
 
     ``state`` is that of the row's beginning: ``THOUGHT`` if its prompt opened one, ``ANSWER`` if
-    its prompt closed one, else ``START``. Without a budget nothing is forced.
+    its prompt closed one, else ``START``. Without a budget nothing is forced. ``doubted`` belongs
+    to the mask that was filled last (``engine.tokens.guide.doubted_of``).
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ThinkingGuide:
     ) -> None:
         self._thoughts, self._first, self._budget = thoughts, state, budget
         self._grammar = grammar
+        self.doubted: tuple[int, ...] = ()
         self._forget()
 
     @property
@@ -80,6 +84,7 @@ class ThinkingGuide:
     # -- the next token
 
     def fill(self, allowed: Mask) -> None:
+        self.doubted = ()
         self._force_if_due()
         if self._state is State.FORCED:
             allow_only(allowed, self._forced[:1])
@@ -126,6 +131,8 @@ class ThinkingGuide:
         others = allowed.copy()
         allow_only(others, also)
         allowed &= of_grammar
+        if self._state is State.START and not has_bit(of_grammar, also[0]):
+            self.doubted = (also[0], *self._thoughts.blanks)
         allowed |= others
 
     def _fill_alive(self, allowed: Mask) -> None:
@@ -206,7 +213,7 @@ class ThinkingGuide:
     def _is_allowed(self, grammar: Guide, token: int) -> bool:
         mask = new_masks(1, self._thoughts.vocabulary)[0]
         grammar.fill(mask)
-        return bool(mask[token // WORD_BITS] >> np.uint32(token % WORD_BITS) & np.uint32(1))
+        return has_bit(mask, token)
 
     def _matches(self, token: int, marker: tuple[int, ...]) -> bool:
         """Whether the last tokens are the marker, with this one, which is remembered."""

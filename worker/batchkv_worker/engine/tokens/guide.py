@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 
 from batchkv_worker.guide import Guide, GuideFault
 
-__all__ = ["AllOf", "Guide", "GuideFault", "Mask", "allow_only", "forbid", "masked", "new_masks"]
+__all__ = [
+    "AllOf",
+    "Guide",
+    "GuideFault",
+    "Mask",
+    "allow_only",
+    "doubted_of",
+    "forbid",
+    "has_bit",
+    "masked",
+    "new_masks",
+    "without_doubted",
+]
 
 Mask = NDArray[np.uint32]
 
@@ -70,6 +82,42 @@ def allow_only(allowed: Mask, tokens: Iterable[int]) -> None:
     for token in tokens:
         only[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
     allowed &= only
+
+
+def has_bit(allowed: Mask, token: int) -> bool:
+    """Whether a mask allows a token."""
+    return bool(allowed[token // WORD_BITS] >> np.uint32(token % WORD_BITS) & np.uint32(1))
+
+
+def doubted_of(guide: Guide | None, allowed: Mask) -> tuple[int, ...]:
+    """A token that the mask allows, but only where the likeliest of all tokens is one of these.
+
+    The token is the first of them. Empty for most guides and masks: none is doubted. A token that
+    is the only one allowed is never doubted.
+    """
+    if isinstance(guide, AllOf):
+        return next(filter(None, (doubted_of(one, allowed) for one in guide.guides)), ())
+    found: tuple[int, ...] = getattr(guide, "doubted", ())
+    others = allowed.copy()
+    forbid(others, found[:1])
+    return found if others.any() else ()
+
+
+def without_doubted(
+    logits: mx.array, of_model: mx.array, doubted: Sequence[tuple[int, ...]]
+) -> mx.array:
+    """``logits`` ``[rows, vocabulary]``, and -inf for doubted tokens that have no reason to come.
+
+    ``of_model`` are the logits without masks, ``doubted`` what ``doubted_of`` gave for each row.
+    """
+    if not any(doubted):
+        return logits
+    longest = max(map(len, doubted))
+    reasons = mx.array([[*one, *[-1] * (longest - len(one))] for one in doubted])
+    likeliest = mx.argmax(of_model, axis=-1, keepdims=True).astype(reasons.dtype)
+    has_reason = (reasons == likeliest).any(axis=-1, keepdims=True)
+    is_doubted = mx.arange(logits.shape[-1], dtype=reasons.dtype) == reasons[:, :1]
+    return mx.where(is_doubted & ~has_reason, mx.array(float("-inf"), logits.dtype), logits)
 
 
 def masked(logits: mx.array, masks: NDArray[np.uint32]) -> mx.array:

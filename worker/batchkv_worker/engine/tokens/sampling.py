@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchkv_worker.engine.tokens.biases import add_biases, is_biased
-from batchkv_worker.engine.tokens.guide import masked
+from batchkv_worker.engine.tokens.guide import doubted_of, masked, without_doubted
 from batchkv_worker.engine.tokens.largest import MAX_COUNT, largest
 from batchkv_worker.engine.tokens.penalties import penalize
 from batchkv_worker.kv.backends.contract import DrawKernel
@@ -82,7 +82,11 @@ def sample(
     if any(row.generation.is_penalized for row in active):
         logits = penalize(logits, inputs, rows)
     if masks is not None:
-        logits = masked(logits, masks)
+        doubted = [
+            () if row is None else doubted_of(row.guide, mask)
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        logits = without_doubted(masked(logits, masks), logits, doubted)
     is_greedy = [row is None or row.generation.is_greedy for row in rows]
     if all(is_greedy):
         tokens = mx.argmax(logits, axis=-1)
