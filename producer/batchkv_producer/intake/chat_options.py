@@ -6,9 +6,9 @@ from typing import Any
 
 from batchkv_producer.intake.checks import invalid, shown, unsupported
 from batchkv_producer.intake.messages import check_template_variables
-from batchkv_producer.wire.job import FUNCTION, MAX_FUNCTION_CHARS
+from batchkv_producer.wire.job import FUNCTION, MAX_FUNCTION_CHARS, NO_EFFORT
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS = (NO_EFFORT, "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING = "enable_thinking"  # the template's variable, which may also stand in the body itself
 
 _WORDS = ("auto", "none", "required")

@@ -43,6 +43,7 @@ MAX_PROMPT_TOKENS = 2**20  # of a prompt that is given as token ids
 MAX_TOKEN_ID = 2**24 - 1  # ``canonical`` writes a token in three bytes
 MAX_FUNCTION_CHARS = 256
 MAX_EFFORT_CHARS = 64
+NO_EFFORT = "none"  # the ``reasoning_effort`` that is no reasoning
 MAX_SALT_CHARS = 64
 FUNCTION = "function:"  # begins a ``tool_choice`` that names a function
 
@@ -67,7 +68,7 @@ class Request:
 
     ``constraint`` is for the answer's text. ``tool_choice`` is "none", "required" or
     "function:NAME"; None lets the model choose. ``parallel_tool_calls`` is None or False.
-    ``reasoning_effort`` is a word for the chat template. Rows share prefix blocks only with rows of
+    ``reasoning_effort`` is a word for the chat template, or ``NO_EFFORT``. Rows share prefix blocks only with rows of
     the same ``cache_salt``. The gateway sets it for private keys; no field of a line does.
     """
 

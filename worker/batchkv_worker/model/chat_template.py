@@ -19,6 +19,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _GENERATION = re.compile(r"\{%-?\+?\s*(?:end)?generation\s*-?\+?%\}")  # a tag of transformers alone
+_NONE = re.compile(r"""(["'])none\1""")
 _TRIED = [{"role": "user", "content": "How are you?"}]
 _TOOL = {
     "type": "function",
@@ -38,10 +39,15 @@ _VALUES: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """What a template reads. ``variables``: those of ``_VALUES`` that change its prompts."""
+    """What a template reads. ``variables``: those of ``_VALUES`` that change its prompts.
+
+    ``knows_no_effort``: it compares something with the word "none", as templates do that have this
+    ``reasoning_effort``. Others would take it for one more word that asks for a thought.
+    """
 
     shows_tools: bool = False
     variables: frozenset[str] = frozenset()
+    knows_no_effort: bool = False
 
 
 _known: WeakKeyDictionary[Any, tuple[Any, ChatTemplate]] = WeakKeyDictionary()
@@ -65,7 +71,8 @@ def _examined(tokenizer: Any, source: Any) -> ChatTemplate:
     if not texts or None in names:
         return _tried(tokenizer)
     read = frozenset(name for found in names if found for name in found)
-    return ChatTemplate("tools" in read, read & _VALUES.keys())
+    knows_none = "reasoning_effort" in read and any(map(_NONE.search, texts))
+    return ChatTemplate("tools" in read, read & _VALUES.keys(), knows_none)
 
 
 @lru_cache(maxsize=8)

@@ -124,6 +124,13 @@ def test_no_thinking_where_the_template_cannot_see_to_it(kind: str, budget: int 
     assert attached(kind, chat_template_kwargs={"enable_thinking": True})[0].guide is None
 
 
+@pytest.mark.parametrize("kind", ["deepseek_r1", "gpt_oss", "qwen3"])
+def test_no_effort_is_no_thought(kind: str) -> None:
+    """For each template: also one that was told may let the model think."""
+    guide = attached(kind, reasoning_effort="none")[0].guide
+    assert isinstance(guide, ThinkingGuide) and guide._budget == 0
+
+
 def test_another_guide_of_the_row_stays() -> None:
     """The thought's guide comes first, because it decides where a grammar begins."""
     request = Request(

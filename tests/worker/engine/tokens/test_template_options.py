@@ -41,6 +41,26 @@ def test_a_template_gets_what_it_reads() -> None:
     assert options(Tokenizer()) == {"add_generation_prompt": True}
 
 
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{{ reasoning_effort }}", {}),
+        ("{{ reasoning_effort if builtin is not none }}", {}),
+        ("{% if reasoning_effort == 'none' %}0{% endif %}", {"reasoning_effort": "none"}),
+        ("{{ enable_thinking }}{{ reasoning_effort }}", {"enable_thinking": False}),
+        ("{{ thinking_budget }}", {"thinking_budget": 0}),
+        ("", {}),
+    ],
+)
+def test_no_effort_is_told_in_the_way_that_a_template_knows(
+    source: str, told: dict[str, Any]
+) -> None:
+    """A template that knows no such word would think because of it. None refuses the row."""
+    tokenizer = Tokenizer()
+    tokenizer.chat_template = source
+    assert options(tokenizer, reasoning_effort="none") == {"add_generation_prompt": True, **told}
+
+
 def test_tools_that_must_not_be_called_are_not_shown() -> None:
     """A model cannot call what it does not see."""
     assert "tools" not in options(Tokenizer(), tools=[WEATHER], tool_choice="none")

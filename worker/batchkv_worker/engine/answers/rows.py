@@ -12,7 +12,7 @@ from batchkv_worker.engine.answers.thinking import ThinkingGuide
 from batchkv_worker.engine.answers.thoughts import first_part, first_state, thoughts_of
 from batchkv_worker.engine.answers.tool_calls import TimeLimit
 from batchkv_worker.engine.tokens.guide import AllOf
-from batchkv_worker.engine.tokens.template_options import shows_tools
+from batchkv_worker.engine.tokens.template_options import shows_tools, wants_no_thought
 from batchkv_worker.model.chat_template import chat_template_of
 from batchkv_worker.model.loader import LoadedModel
 from batchkv_worker.sequence import Sequence
@@ -82,6 +82,8 @@ class Answers:
 
     def _budget(self, request: Request) -> int | None:
         """The row's own; 0 if it wants no thought and its template cannot see to that."""
+        if wants_no_thought(request):
+            return 0
         wants = request.chat_template_kwargs.get("enable_thinking", True)
         if wants is False and "enable_thinking" not in chat_template_of(self._tokenizer).variables:
             return 0
