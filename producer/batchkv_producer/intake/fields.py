@@ -86,7 +86,7 @@ _SAMPLING = (
            "room is refused."),
     _param("max_completion_tokens", _COUNT, "The same as `max_tokens`.", param="max_tokens"),
     _param("temperature", NumberRule(0, 100), "The default is 1; 0 is greedy."),
-    _param("top_p", NumberRule(0, 1, is_low_excluded=True), "The default is 1."),
+    _param("top_p", NumberRule(0, 1), "The default is 1; 0 is the likeliest token alone."),
     _param("top_k", Replacing(NumberRule(-1, LARGEST_COUNT, is_whole=True), -1, 0),
            "0 and -1 are all tokens."),
     _param("min_p", NumberRule(0, 1), "The default is 0."),

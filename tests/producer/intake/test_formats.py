@@ -381,7 +381,7 @@ def test_parameters_with_two_spellings() -> None:
         ({"max_tokens": 5, "max_completion_tokens": 6}, "differ"),
         ({"temperature": -0.1}, "temperature must be a number >= 0 and <= 100, got -0.1"),
         ({"temperature": "hot"}, 'got "hot"'),
-        ({"top_p": 0}, "top_p must be a number > 0 and <= 1, got 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number > 0 and <= 100, got 0"),
         ({"top_p": 1.5}, "got 1.5"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"min_p": 2}, "min_p must be a number >= 0 and <= 1, got 2"),

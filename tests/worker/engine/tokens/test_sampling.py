@@ -53,6 +53,7 @@ def test_frequencies_follow_the_distribution() -> None:
     [
         ({"top_k": 3}, lambda lp: apply_top_k(lp, 3)),
         ({"top_p": 0.6}, lambda lp: apply_top_p(lp, 0.6)),
+        ({"top_p": 0.0}, lambda lp: apply_top_k(lp, 1)),
         ({"min_p": 0.2}, lambda lp: apply_min_p(lp, 0.2)),
         ({"top_p": 0.8, "top_k": 4}, lambda lp: apply_top_k(apply_top_p(lp, 0.8), 4)),
     ],

@@ -25,6 +25,7 @@ ASKED: list[dict[str, Any]] = [
     {"top_k": 64, "min_p": 0.05, "temperature": 1.3},
     {"top_k": 40, "top_p": 0.5, "min_p": 0.1, "temperature": 1.0},
     {"top_k": 100, "temperature": 1.0},
+    {"top_k": 20, "top_p": 0.0, "temperature": 1.0},
     {"temperature": 0.0},
 ]
 
