@@ -92,7 +92,7 @@ def check_bodies(data: bytes) -> None:
                 found = read_single(line, endpoint)
             except RowFault as fault:
                 assert fault.code in CODES and 0 < len(str(fault)) < MAX_MESSAGE_CHARS
-                param = param_of(fault) or ""
+                param = param_of(fault.code, str(fault)) or ""
                 (str(fault) + param).encode("utf-8")
                 continue
             assert found.rows

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, cast
 
 from batchkv_producer.intake.body import ENDPOINTS
 from batchkv_producer.intake.formats import BOM, Row, RowError, read_rows
+from batchkv_producer.intake.single import param_of
 from batchkv_producer.wire.error_codes import ErrorCode
 
 MAX_ERRORS = 100
@@ -118,7 +119,9 @@ class _Lines:
         url = _parsed(self.last).get("url")
         if isinstance(url, str) and url in ENDPOINTS and url != self.endpoint:
             return self._other_url(row.line, url)
-        return LineError(_CODES.get(row.code, "invalid_request"), row.message, row.line)
+        param = param_of(row.code, row.message)
+        code, place = _CODES.get(row.code, "invalid_request"), f"body.{param}" if param else None
+        return LineError(code, row.message, row.line, place)
 
     def _other_url(self, line: int, url: str) -> LineError:
         message = f"the url is {url}, but the batch is for {self.endpoint}"

@@ -36,6 +36,7 @@ from batchkv_gateway.webhooks.events import ended
 from batchkv_gateway.webhooks.targets import checked_targets
 from batchkv_producer.errors import BatchkvError, NotFoundError, UsageError
 from batchkv_producer.intake.body import ENDPOINTS
+from batchkv_producer.intake.model_vote import NoSingleModelError
 from batchkv_producer.intake.source import Inputs
 from batchkv_producer.manage.cancel_retry import cancel_batch
 from batchkv_producer.manage.forget import forget_batch
@@ -132,6 +133,10 @@ class Steps:
             self._submit(record)
         except _WithdrawnError:
             return True
+        except NoSingleModelError as fault:
+            code = "mismatched_model" if fault.line else "missing_required_parameter"
+            self.fail(record.batch_id, (LineError(code, fault.for_api, fault.line, "body.model"),))
+            return False
         except UsageError as fault:
             self.fail(record.batch_id, (LineError("invalid_request", str(fault)),))
             return False

@@ -9,15 +9,18 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from batchkv_gateway.errors import (
     FORBIDDEN,
     INTERNAL,
     LONG_HEADERS,
+    NO_METHOD,
     NOT_FOUND,
     TIMED_OUT,
     TOO_LARGE,
     TOO_MANY,
+    UNAUTHORIZED,
     UNAVAILABLE,
     ApiError,
 )
@@ -52,6 +55,8 @@ def error_response(fault: ApiError) -> Response:
     """The response to a refused request. It tells OpenAI's client whether to try again."""
     may_retry = fault.status >= INTERNAL or fault.status in (TIMED_OUT, TOO_MANY)
     headers = {"x-should-retry": "true" if may_retry else "false"}
+    if fault.status == UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
     if fault.status in (UNAVAILABLE, TOO_MANY):
         headers["retry-after"] = str(RETRY_SECONDS)
     if fault.status in (FORBIDDEN, TIMED_OUT, TOO_LARGE, LONG_HEADERS):  # nothing more is read
@@ -93,11 +98,20 @@ async def on_http_error(request: Request, fault: Exception) -> Response:
     if fault.status_code == NOT_FOUND and task in OTHER_TASKS:
         words = f"there is no /v1/{task} here: {OTHER_TASKS[task]}"
         return error_response(ApiError(NOT_FOUND, words, code="unknown_url"))
-    sentences = {404: NO_PATH, 405: "this path does not have this method"}
+    sentences = {NOT_FOUND: NO_PATH, NO_METHOD: "this path does not have this method"}
     message = sentences.get(fault.status_code, fault.detail)
     response = error_response(ApiError(fault.status_code, message, code="unknown_url"))
     response.headers.update(fault.headers or {})
+    if fault.status_code == NO_METHOD:
+        response.headers["allow"] = ", ".join(_methods_of(request))
     return response
+
+
+def _methods_of(request: Request) -> list[str]:
+    """The methods of a path. Each has a route of its own, and a route knows its own alone."""
+    routes = (route for route in request.app.routes if isinstance(route, Route))
+    matching = (one for one in routes if one.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 def queue_unavailable(fault: Exception) -> Response:
@@ -116,8 +130,9 @@ async def on_redis_error(_: Request, fault: Exception) -> Response:
     return queue_unavailable(fault)
 
 
-async def on_bug(_: Request, __: Exception) -> Response:
-    """Handler of everything else. The log has the trace."""
+async def on_bug(request: Request, _: Exception) -> Response:
+    """Handler of everything else. The log has the trace, and before it the request's id."""
+    log.error("request %s failed", request.state.request_id)
     return error_response(ApiError(INTERNAL, "the gateway failed; its log says why"))
 
 

@@ -15,6 +15,7 @@ from batchkv_gateway.files.records import PURPOSES, FileRecord, Files
 from batchkv_gateway.http.answer import json_answer
 from batchkv_gateway.http.asked import feed, page_of
 from batchkv_gateway.http.limits import DRAIN_BYTES, FORM_BYTES
+from batchkv_gateway.http.ranges import refused_range
 from batchkv_gateway.ids import FILE
 from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.pages import as_list
@@ -91,7 +92,8 @@ class FileRoutes:
                 code="content_lost",
                 param="id",
             )
-        return FileResponse(path, media_type="application/octet-stream")
+        refused = refused_range(request, path.stat().st_size)
+        return refused or FileResponse(path, media_type="application/octet-stream")
 
     def delete(self, request: Request) -> Response:
         """Delete a file that no open batch reads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterable
@@ -95,12 +96,14 @@ class Limits:
             return
         most = self._most_bytes(scope)
         room = self._room if scope["path"] in CALLS else None
-        body, answer = _Body(receive, most, room), _Answer(send)
+        request_id = f"req_{secrets.token_hex(16)}"
+        body, answer = _Body(receive, most, room), _Answer(send, request_id)
         self._num_requests += 1
         try:
             sender = self._check(scope, most)
             answer.more, answer.is_last = sender.headers(), False
-            scope.setdefault("state", {})["is_cross_origin"] = bool(sender.origin)
+            state = scope.setdefault("state", {})
+            state |= {"is_cross_origin": bool(sender.origin), "request_id": request_id}
             if sender.is_preflight:
                 answer.more += preflight_headers(_values(scope))
                 await Response(status_code=204)(scope, receive, answer.send)
@@ -227,12 +230,13 @@ class _Body:
 class _Answer:
     """Sends pieces of an answer to a client that reads them in time. ``more`` are headers.
 
+    Each answer names the request's id, which OpenAI's clients show: a call that of its first row.
     ``is_last``: the connection ends, so that what comes after a request that was not understood is
     never read as another one.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self._request_id = send, request_id.encode("ascii")
         self.more: list[tuple[bytes, bytes]] = []
         self.is_last = True  # until the request has passed all checks
 
@@ -242,6 +246,8 @@ class _Answer:
             headers = [*message.get("headers", []), *self.more]
             headers.append((b"x-content-type-options", b"nosniff"))
             given = {name.lower() for name, _ in headers}
+            if b"x-request-id" not in given:
+                headers.append((b"x-request-id", self._request_id))
             if b"cache-control" not in given:
                 headers.append((b"cache-control", b"no-store"))
             if self.is_last and b"connection" not in given:

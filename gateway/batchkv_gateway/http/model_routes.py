@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from batchkv_gateway.errors import unknown
+from batchkv_gateway.errors import NOT_FOUND, ApiError
 from batchkv_gateway.http.answer import json_answer
 from batchkv_producer.monitor.workers import served_models
 
@@ -37,7 +37,9 @@ class ModelRoutes:
         """One model, if some worker serves it."""
         name = request.path_params["name"]
         if name not in self._names():
-            raise unknown("model", name)
+            served = ", ".join(self._names())[:400] or "nothing"
+            message = f"there is no model {name[:80]!r}. Served now: {served}"
+            raise ApiError(NOT_FOUND, message, code="model_not_found", param="model")
         return json_answer(self._model(name))
 
     def _names(self) -> list[str]:

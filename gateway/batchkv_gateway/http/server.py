@@ -73,6 +73,9 @@ class Protocol(H11Protocol):
             pass  # an answer was under way
         self.transport.close()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing. Java's client offers HTTP/2 with each request, and takes HTTP/1.1."""
+
     def _watch(self) -> None:
         self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 

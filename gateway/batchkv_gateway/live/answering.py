@@ -49,7 +49,7 @@ class Answering:
     async def body(self) -> bytes:
         """The body of the answer, with the results of all rows."""
         with faults.of_losses():
-            results = [_good(await call.whole()) for call in self.calls]
+            results = [self._good(await call.whole()) for call in self.calls]
         if self.asked.rows[0].params.logprobs is not None:  # megabytes, perhaps
             return await run_in_threadpool(_body, self.row_id, results)
         return _body(self.row_id, results)
@@ -62,7 +62,7 @@ class Answering:
         with faults.of_losses():
             found = await self.calls[0].pieces(FIRST_SECONDS)
         if self.calls[0].result is not None:
-            _good(self.calls[0].result)
+            self._good(self.calls[0].result)
         return found
 
     async def events(self, first: list[Piece]) -> AsyncGenerator[bytes, None]:
@@ -81,7 +81,7 @@ class Answering:
                     pieces = await call.pieces(KEEP_ALIVE_SECONDS)
                 if not pieces and call.result is None:
                     yield KEEP_ALIVE
-            results.append(_good(call.result))
+            results.append(self._good(call.result))
             ending = chunks.end(index, call.result)
             if row.params.logprobs is not None:  # megabytes, perhaps
                 ending = iter(await run_in_threadpool(list, ending))
@@ -90,6 +90,12 @@ class Answering:
             index, pieces = index + len(call.result.choices), []
         for chunk in chunks.last(results):
             yield chunk
+
+    def _good(self, result: Result) -> Result:
+        """The result of a row that did not fail. Raises ApiError for one that did."""
+        if result.outcome != "ok":
+            raise faults.of_result(result, self.endpoint)
+        return result
 
 
 async def begin(
@@ -125,7 +131,7 @@ async def _ask(calls: Calls, connection: Redis, asked: SingleRequest) -> tuple[l
     """Ask the rows of a request. Returns their calls, and the model that answers."""
     model = asked.model
     if model is None:
-        model = await run_in_threadpool(_only_model, connection)
+        model = await run_in_threadpool(_only_model, connection, calls.last_model)
     has_pieces = asked.is_stream and not _is_whole(asked.rows[0])
     try:
         with faults.of_losses():
@@ -149,12 +155,14 @@ def _body(row_id: str, results: list[Result]) -> bytes:
     return json.dumps(body_of(row_id, results), separators=(",", ":")).encode("ascii")
 
 
-def _only_model(connection: Redis) -> str:
-    """The model of a request that names none."""
+def _only_model(connection: Redis, last: str) -> str:
+    """The model of a request that names none. ``last``: of the last one that was answered."""
     served = served_models(connection, with_loading=True)  # the refusal says that it loads
     if len(served) == 1:
         return served[0]
     if not served:
+        if last:  # it may come back: the call is refused like one with the name
+            return last
         message = "no worker answers: start one with `batchkv worker -m MODEL`"
         raise ApiError(NOT_FOUND, message, code="model_not_found", param="model")
     raise invalid(
@@ -167,10 +175,3 @@ def _only_model(connection: Redis) -> str:
 def _is_whole(row: Request) -> bool:
     """Whether a stream sends the row's answer at its end: log-probabilities come with the text."""
     return row.params.logprobs is not None or (row.params.n or 1) > 1
-
-
-def _good(result: Result) -> Result:
-    """The result of a row that did not fail. Raises ApiError for one that did."""
-    if result.outcome != "ok":
-        raise faults.of_result(result)
-    return result

@@ -120,6 +120,7 @@ class Calls:
         self._open: set[Call] = set()
         self._news: deque[Call] = deque()  # calls to wake; the lane's thread adds them
         self._is_waking = False
+        self.last_model = ""  # of the last request that was not refused
 
     @property
     def num_open(self) -> int:
@@ -152,6 +153,7 @@ class Calls:
         except BaseException:
             self._leave_all(calls)
             raise
+        self.last_model = model
         return calls
 
     def leave(self, call: Call) -> None:

@@ -23,6 +23,7 @@ from batchkv_producer.results.bodies import (
 from batchkv_producer.wire.choice import Choice
 from batchkv_producer.wire.job import Endpoint, Result
 
+MADE_BY = "system_fingerprint"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -72,6 +73,9 @@ class Chunks:
 
     def end(self, first_index: int, result: Result) -> Iterator[bytes]:
         """The chunks after the last pieces of a row, whose choices begin with an index."""
+        facts = made_by(result)
+        if MADE_BY in facts:  # from here on each chunk says what made it
+            self._facts[MADE_BY] = facts[MADE_BY]
         for number, choice in enumerate(result.choices):
             index = first_index + number
             if index not in self._begun:  # nothing of it was sent
@@ -95,7 +99,6 @@ class Chunks:
     def last(self, results: Sequence[Result]) -> Iterator[bytes]:
         """What comes after all choices."""
         if self._has_usage:
-            self._facts |= made_by(results[0])
             yield event({**self._facts, "choices": [], "usage": usage_of(results)})
         yield DONE
 

@@ -29,7 +29,7 @@ from batchkv_producer.monitor.workers import (
 )
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.error_codes import REFUSED_CODES, ErrorCode
-from batchkv_producer.wire.job import Request, Result
+from batchkv_producer.wire.job import Endpoint, Request, Result
 from batchkv_producer.wire.maker import needs_of
 
 _REFUSED: dict[str, tuple[int, str]] = {
@@ -48,7 +48,9 @@ _FAILED = {
 
 def of_intake(fault: RowFault) -> ApiError:
     """The error for a wrong body."""
-    return ApiError(BAD_REQUEST, str(fault), code=fault.code, param=param_of(fault))
+    return ApiError(
+        BAD_REQUEST, str(fault), code=fault.code, param=param_of(fault.code, str(fault))
+    )
 
 
 def of_refusal(
@@ -99,8 +101,11 @@ def of_losses() -> Iterator[None]:
         raise ApiError(UNAVAILABLE, str(fault), code="answer_lost") from fault
 
 
-def of_result(result: Result) -> ApiError:
+def of_result(result: Result, endpoint: Endpoint) -> ApiError:
     """The error for a row that failed."""
     code, message = result.error or (result.outcome, "there is no answer")
     status = BAD_REQUEST if code in REFUSED_CODES else _FAILED.get(code, INTERNAL)
-    return ApiError(status, message, code=code)
+    param = param_of(code, message) if status == BAD_REQUEST else None
+    if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
+        param = "messages" if endpoint == "chat" else "prompt"
+    return ApiError(status, message, code=code, param=param)

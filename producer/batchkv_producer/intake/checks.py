@@ -114,7 +114,7 @@ def check_stop(value: Any) -> tuple[str, ...]:
         raise invalid(f"stop has {len(stops)} strings; at most {MAX_STOPS} are accepted")
     for item in stops:
         if not 0 < len(item.encode("utf-8", "replace")) <= MAX_STOP_BYTES:
-            raise invalid(f"a stop string must have 1 to {MAX_STOP_BYTES} bytes")
+            raise invalid(f"stop: each string must have 1 to {MAX_STOP_BYTES} bytes")
     return tuple(stops)
 
 

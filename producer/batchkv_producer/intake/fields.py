@@ -159,8 +159,8 @@ _OTHERS = (
     Field("parallel_tool_calls", "`false`: the answer has one call at most, and ends after it.",
           endpoints=CHAT,
           neutral=(True,)),
-    Field("reasoning_effort", "`none` is no reasoning, for every model. The other words are for chat "
-          "templates that read them. Other models refuse the row.", endpoints=CHAT),
+    Field("reasoning_effort", "`none` is no reasoning, for every model. The other words are for "
+          "chat templates that read them. Other models refuse the row.", endpoints=CHAT),
     Field("enable_thinking", "The template's variable of this name. Where the template does not "
           "read it, `false` is a `thinking_budget` of 0.", endpoints=CHAT),
     Field("chat_template_kwargs", "Named variables of the template, never a template.",

@@ -246,8 +246,10 @@ def parse_json(raw: bytes) -> Any:
         message = f"the line is not JSON: {what} (character {fault.pos + 1})"
     except RecursionError:
         message = "the line is not JSON that can be read: it nests too deeply"
-    except ValueError as fault:  # from the two hooks below, or a number of thousands of digits
-        message = f"the line is not JSON that can be read: {str(fault)[:200]}"
+    except ValueError as fault:  # from the two hooks below, or Python's own for too many digits
+        is_own = "set_int_max_str_digits" not in str(fault)
+        why = str(fault)[:200] if is_own else "a number has thousands of digits"
+        message = f"the line is not JSON that can be read: {why}"
     raise RowFault(ErrorCode.INVALID_JSON, message)
 
 

@@ -14,6 +14,18 @@ from batchkv_producer.intake.checks import model_name, shown
 from batchkv_producer.intake.formats import Row, RowError
 
 
+class NoSingleModelError(UsageError):
+    """The lines do not name one model. ``for_api`` says so to a caller who has no command.
+
+    ``line`` is the number of a line with another model than the first one that is named; None if
+    lines name none.
+    """
+
+    def __init__(self, message: str, for_api: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.for_api, self.line = for_api, line
+
+
 class ModelVote:
     """Yields rows and keeps the models that they name, two at most."""
 
@@ -34,8 +46,9 @@ class ModelVote:
     def need(self, explicit: str | None, default: str | None) -> str:
         model = self.decide(explicit, default)
         if not model:
-            raise UsageError(
-                "no model: name one with -m MODEL or BATCHKV_MODEL, or in the lines themselves"
+            raise NoSingleModelError(
+                "no model: name one with -m MODEL or BATCHKV_MODEL, or in the lines themselves",
+                "no line names a model",
             )
         return model
 
@@ -50,9 +63,11 @@ class ModelVote:
         first, second = (
             f"{json.dumps(name)} ({self._place(line)})" for name, line in self.named.items()
         )
-        raise UsageError(
-            f"the lines name different models, {first} and {second}; a batch has one model: "
-            "split the file, or choose one for all with -m MODEL"
+        differ = f"the lines name different models, {first} and {second}; a batch has one model: "
+        raise NoSingleModelError(
+            f"{differ}split the file, or choose one for all with -m MODEL",
+            f"{differ}split the file",
+            [*self.named.values()][1],
         )
 
     def _of_lines(self, default: str | None) -> str:
@@ -67,8 +82,9 @@ class ModelVote:
                 )
             return chosen
         if self._has_unnamed:
-            raise UsageError(
-                f"only some lines name a model, {where}: choose one for all with -m MODEL"
+            some = f"only some lines name a model, {where}: "
+            raise NoSingleModelError(
+                f"{some}choose one for all with -m MODEL", f"{some}name it in each line"
             )
         if _is_path(name):
             raise UsageError(

@@ -80,7 +80,7 @@ class TokensRule:
         if not isinstance(value, list):
             raise invalid(f"{name} must be a list of token ids, got {shown(value)}")
         _check_count(name, len(value), MAX_LISTED_TOKENS, "token ids")
-        return tuple(sorted({_TOKEN.check(f"a token id of {name}", item) for item in value}))
+        return tuple(sorted({_TOKEN.check(f"{name}: each token id", item) for item in value}))
 
 
 class BiasRule:
@@ -92,7 +92,7 @@ class BiasRule:
             raise invalid(f"{name} must be an object of token ids, got {shown(value)}")
         _check_count(name, len(value), MAX_LISTED_TOKENS, "token ids")
         pairs = [
-            (_token_of(name, key), float(_BIAS.check(f"a bias of {name}", bias)))
+            (_token_of(name, key), float(_BIAS.check(f"{name}: each bias", bias)))
             for key, bias in value.items()
         ]
         return tuple(sorted(pair for pair in pairs if pair[1]))
@@ -108,14 +108,16 @@ class WordsRule:
         _check_count(name, len(value), MAX_BAD_WORDS, "texts")
         for item in value:
             if not item.strip() or len(item.encode("utf-8", "replace")) > MAX_STOP_BYTES:
-                raise invalid(f"a text of {name} must have 1 to {MAX_STOP_BYTES} bytes, not blanks")
+                raise invalid(
+                    f"{name}: each text must have 1 to {MAX_STOP_BYTES} bytes, not blanks"
+                )
         return tuple(sorted(set(value)))
 
 
 def _token_of(name: str, key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
-        raise invalid(f"a key of {name} must be a token id like 50256, got {shown(key)}")
-    token: int = _TOKEN.check(f"a token id of {name}", int(key))
+        raise invalid(f"{name}: each key must be a token id like 50256, got {shown(key)}")
+    token: int = _TOKEN.check(f"{name}: each token id", int(key))
     return token
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from batchkv_producer.intake.body import model_of, read_body
 from batchkv_producer.intake.checks import RowFault, invalid, shown, unsupported
 from batchkv_producer.intake.fields import NAMES
-from batchkv_producer.intake.formats import check_surrogates, parse_json
+from batchkv_producer.intake.formats import BOM, check_surrogates, parse_json
 from batchkv_producer.wire.job import Endpoint, ErrorCode, Request
 
 MAX_PROMPTS = 128
@@ -37,7 +37,7 @@ class SingleRequest:
 def read_single(raw: bytes, endpoint: Endpoint) -> SingleRequest:
     """The request in a body. Raises RowFault for the first thing that is wrong."""
     try:
-        body = parse_json(raw)
+        body = parse_json(raw.removeprefix(BOM))
         if not isinstance(body, dict):
             raise invalid(f"the line must be an object, got {shown(body)}")
         if b"\\u" in raw:
@@ -49,12 +49,12 @@ def read_single(raw: bytes, endpoint: Endpoint) -> SingleRequest:
     return SingleRequest(rows, model_of(body), is_stream, has_usage)
 
 
-def param_of(fault: RowFault) -> str | None:
-    """The field that a message is about. Messages begin with its name."""
-    found = _FIRST_WORD.match(str(fault))
+def param_of(code: str, message: str) -> str | None:
+    """The field that the message of a refused row is about. Messages begin with its name."""
+    found = _FIRST_WORD.match(message)
     if found is None:
         return None
-    is_known = found[0] in NAMES or fault.code == ErrorCode.UNSUPPORTED_PARAMETER
+    is_known = found[0] in NAMES or code == ErrorCode.UNSUPPORTED_PARAMETER
     return found[0] if is_known else None
 
 

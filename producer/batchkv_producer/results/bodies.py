@@ -61,13 +61,12 @@ def usage_of(results: Sequence[Result]) -> dict[str, Any]:
         cached=sum(one.cached for one in usages),
         reasoning=sum(one.reasoning for one in usages),
     )
-    details = {"completion_tokens_details": {"reasoning_tokens": usage.reasoning}}
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
-        **(details if usage.reasoning else {}),
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
 

@@ -68,8 +68,9 @@ class Request:
 
     ``constraint`` is for the answer's text. ``tool_choice`` is "none", "required" or
     "function:NAME"; None lets the model choose. ``parallel_tool_calls`` is None or False.
-    ``reasoning_effort`` is a word for the chat template, or ``NO_EFFORT``. Rows share prefix blocks only with rows of
-    the same ``cache_salt``. The gateway sets it for private keys; no field of a line does.
+    ``reasoning_effort`` is a word for the chat template, or ``NO_EFFORT``. Rows share prefix blocks
+    only with rows of the same ``cache_salt``. The gateway sets it for private keys; no field of a
+    line does.
     """
 
     custom_id: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,6 +123,11 @@ def test_a_wrong_line_fails_the_batch_with_its_number(client: OpenAI) -> None:
     }  # fmt: skip
     lacking = next(error.message for error in done.errors.data or [] if error.line == 8)
     assert lacking == "the line has no custom_id, no method, no url, no body.model"
+    params = {error.line: error.param for error in done.errors.data or []}
+    assert params == {
+        **{2: None, 3: "custom_id", 4: "url", 5: "body.stream"},
+        **{6: "body.model", 7: "body.no_such_field", 8: "custom_id"},
+    }
     assert (done.output_file_id, done.error_file_id) == (None, None)
 
 
@@ -148,6 +154,33 @@ def test_wrong_rows_fail_alone_if_asked(client: OpenAI, worker: None) -> None:
     assert "/v1/chat/completions" in refused[-1]["response"]["body"]["error"]["message"]
     with pytest.raises(openai.BadRequestError):
         create(client, rows, extra_headers={"x-batchkv-validation": "none"})
+
+
+@pytest.mark.parametrize(
+    ("lines_", "code", "line", "words"),
+    [
+        (("a", "b m2"), "mismatched_model", 2, "different models, .*: split the file$"),
+        (("a", "b -"), "missing_required_parameter", None, ": name it in each line$"),
+        (("a -", "b -"), "missing_required_parameter", None, "^no line names a model$"),
+    ],
+)
+def test_rows_that_are_checked_alone_have_one_model(
+    client: OpenAI, lines_: tuple[str, ...], code: str, line: int | None, words: str
+) -> None:
+    """A batch has one. The error names no option of a command that the client does not have."""
+    rows = []
+    for name, _, model in (one.partition(" ") for one in lines_):
+        row = json.loads(chat_line(name))
+        row["body"]["model"] = model or "fake"
+        if model == "-":
+            del row["body"]["model"]
+        rows.append(json.dumps(row))
+    header = {"x-batchkv-validation": "per-row"}
+    done = wait(client, create(client, "\n".join(rows), extra_headers=header).id)
+    assert done.errors and done.errors.data
+    (found,) = done.errors.data
+    assert (found.code, found.line, found.param) == (code, line, "body.model")
+    assert re.search(words, found.message or "") and "-m" not in (found.message or "")
 
 
 def test_a_batch_whose_rows_all_fail_has_only_an_error_file(
@@ -366,5 +399,6 @@ def test_models_are_those_of_workers(client: OpenAI, redis_connection: Redis) ->
     assert [model.id for model in client.models.list()] == ["owner/name", "owner/name@tuned"]
     assert client.models.retrieve("owner/name@tuned").owned_by == "batchkv"
     redis_connection.hset("rq:worker:w", "death", "2026-01-01T00:00:01Z")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("owner/none")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

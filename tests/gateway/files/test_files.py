@@ -9,6 +9,7 @@ import stat
 import time
 from pathlib import Path
 
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -43,6 +44,27 @@ def test_a_file_keeps_its_bytes_and_facts(client: OpenAI, home: Path) -> None:
     for call in (client.files.retrieve, client.files.content):
         with pytest.raises(openai.NotFoundError):
             call(made.id)
+
+
+def test_parts_of_a_file(client: OpenAI) -> None:
+    """A range after the end is refused as errors are; what is no range is answered as a whole."""
+    made = upload(client, b"0123456789")
+
+    def asked(given: str, **more: str) -> httpx2.Response:
+        headers = {"range": given, **more}
+        return httpx2.get(f"{client.base_url}files/{made.id}/content", headers=headers)
+
+    for given, content in (("bytes=2-4", "234"), ("bytes=-3", "789"), ("Bytes=8-", "89")):
+        found = asked(given)
+        assert (found.status_code, found.text) == (206, content)
+    for given in ("bytes=10-", "bytes=11-12, 99-", "bytes=-0"):
+        found = asked(given)
+        assert found.status_code == 416 and found.headers["content-range"] == "bytes */10"
+        assert found.json()["error"]["code"] == "invalid_range"
+    for given in ("bytes=abc", "bytes=4-2", "lines=1-2", "bytes=1-2, 10-", f"bytes={'9' * 99}-"):
+        found = asked(given)
+        assert (found.status_code, found.text) == (200, "0123456789"), given
+    assert asked("bytes=10-", **{"if-range": '"other"'}).status_code == 200
 
 
 def test_a_delete_may_be_repeated_for_ten_minutes(client: OpenAI, redis_connection: Redis) -> None:

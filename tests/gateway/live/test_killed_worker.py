@@ -51,6 +51,8 @@ def test_calls_do_not_wait_for_a_worker_that_was_killed(
         wait_until(lambda: list(client.models.list()) == [], 10)
         with pytest.raises(openai.InternalServerError, match="asleep, paused, drained or away"):
             client.chat.completions.create(model=MODEL, messages=messages)
+        with pytest.raises(openai.InternalServerError, match="asleep, paused, drained or away"):
+            client.post("/chat/completions", body={"messages": messages}, cast_to=object)
         with redis_server.connect() as connection:
             connection.delete(redis_keys.live_seen(redis_keys.queue_name(MODEL)))  # a minute later
             for row in connection.scan_iter("batchkv:live:row:*"):  # its lease is over

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -87,6 +89,17 @@ def test_the_only_model_needs_no_name(client: OpenAI) -> None:
     assert client.post("/chat/completions", body=body, cast_to=object)["model"] == MODEL  # type: ignore[index]
 
 
+def test_a_body_may_begin_with_a_byte_order_mark(gateway: Gateway) -> None:
+    """As files may."""
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+    found = httpx2.post(
+        f"{gateway.url}/chat/completions",
+        content="\ufeff".encode() + body.encode(),
+        headers={"content-type": "application/json"},
+    )
+    assert found.status_code == 200, found.text
+
+
 def test_a_stream_has_the_pieces_in_order(client: OpenAI) -> None:
     """First the role, then pieces, then the reason of the end, then the counts of tokens."""
     chunks = list(
@@ -102,6 +115,7 @@ def test_a_stream_has_the_pieces_in_order(client: OpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 2
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
+    assert len({chunk.created for chunk in chunks}) == 1
 
 
 def test_a_stream_of_several_answers(client: OpenAI) -> None:
@@ -125,7 +139,9 @@ WRONG: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"extra_body": {"echo": True}}, 400, "unsupported_parameter", "echo"),
     ({"messages": []}, 400, "invalid_request", "messages"),
     ({"stream_options": {"include_usage": True}}, 400, "invalid_request", "stream_options"),
-    ({"text": "reject:context_length_exceeded"}, 400, "context_length_exceeded", None),
+    ({"stop": ""}, 400, "invalid_request", "stop"),
+    ({"logit_bias": {"hello": 1}}, 400, "invalid_request", "logit_bias"),
+    ({"text": "reject:context_length_exceeded"}, 400, "context_length_exceeded", "messages"),
     ({"text": "reject:engine_error"}, 500, "engine_error", None),
     ({"text": "reject:timeout"}, 504, "timeout", None),
 ]
@@ -142,7 +158,7 @@ def test_what_is_wrong_is_refused_in_openai_s_shape(client: OpenAI, is_stream: b
             chat(client, more.pop("text", "x"), **more)
         fault = caught.value
         assert (fault.status_code, fault.code, fault.param) == (status, code, param), given
-        assert fault.message, given
+        assert fault.message and fault.request_id, given
         assert fault.message.endswith(f". Served now: {MODEL}") == (code == "model_not_found"), (
             fault
         )

@@ -37,7 +37,7 @@ def streamed(client: OpenAI, fields: dict[str, Any]) -> list[dict[str, Any]]:
             found["thought"] += getattr(delta, "reasoning_content", None) or ""
             found["calls"] += [call.function.name for call in delta.tool_calls or ()]
             found["logprobs"] += len(part.logprobs.content) if part.logprobs else 0
-            found["reason"] = part.finish_reason
+            found |= {"reason": part.finish_reason, "made_by": chunk.system_fingerprint}
     return choices
 
 
@@ -53,6 +53,7 @@ def whole(client: OpenAI, fields: dict[str, Any]) -> list[dict[str, Any]]:
             "calls": [call.function.name for call in choice.message.tool_calls or ()],
             "logprobs": len(choice.logprobs.content) if choice.logprobs else 0,
             "reason": choice.finish_reason,
+            "made_by": found.system_fingerprint,
         }
         for choice in found.choices
     ]

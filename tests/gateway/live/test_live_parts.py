@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +19,10 @@ from redis import Redis
 
 from batchkv_gateway.keys.caller import salt_of
 from batchkv_gateway.keys.store import LOCAL, KeyStore
+from batchkv_gateway.live.chunks import Chunks
+from batchkv_producer.live import Piece
 from batchkv_producer.monitor.hosts import HostMoves
+from batchkv_producer.results.bodies import made_by
 from batchkv_producer.wire.choice import TokenLogprob, ToolCall
 from batchkv_producer.wire.job import Result, Usage
 from batchkv_worker.queue.models.view import Watcher
@@ -110,6 +114,22 @@ def test_log_probabilities_come_with_their_text(gateway: Gateway, worker: LiveWo
     assert found.delta.content == "It rains."
     assert [one.logprob for one in found.logprobs.content] == [-0.5, -2.0]
     assert [one.token for one in found.logprobs.content[0].top_logprobs] == ["It", "So"]
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+def test_the_end_of_a_stream_says_what_made_it(has_usage: bool) -> None:
+    """Each chunk that has a reason of the end, and the counts of tokens. Times stay the same."""
+    result = Result("r", "chat", "ok", "m", "a", "stop", Usage(1, 1), created=7, scheme="affine8")
+    result = replace(result, fingerprint="f" * 64)
+    chunks = Chunks("r", "chat", "m", has_usage=has_usage)
+    written = [*chunks.pieces(0, [Piece("a")]), *chunks.end(0, result), *chunks.last([result])]
+    found = [json.loads(one.removeprefix(b"data: ")) for one in written[:-1]]
+    mark = made_by(result)["system_fingerprint"]
+    has_ended = [not one["choices"] or one["choices"][0]["finish_reason"] for one in found]
+    assert [one.get("system_fingerprint") for one in found] == [
+        mark if is_end else None for is_end in has_ended
+    ]
+    assert any(has_ended) and len({one["created"] for one in found}) == 1
 
 
 def test_a_stream_says_that_it_goes_on(gateway: Gateway, worker: LiveWorker) -> None:

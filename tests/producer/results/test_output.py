@@ -50,6 +50,7 @@ def test_a_chat_answer() -> None:
             "completion_tokens": 3,
             "total_tokens": 13,
             "prompt_tokens_details": {"cached_tokens": 8},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

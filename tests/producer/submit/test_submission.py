@@ -406,7 +406,7 @@ def test_check_has_the_rules_of_submit(write_lines: Write) -> None:
         submission.check(path, model="demo", defaults=SamplingParams(max_tokens=0))
     with pytest.raises(UsageError, match="temperature must be a number"):
         submission.check(path, model="demo", defaults=SamplingParams(temperature=float("nan")))
-    with pytest.raises(UsageError, match="a stop string"):
+    with pytest.raises(UsageError, match="stop: each string"):
         submission.check(path, model="demo", defaults=SamplingParams(stop=("",)))
 
 

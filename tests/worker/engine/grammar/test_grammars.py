@@ -256,7 +256,9 @@ def test_what_cannot_be_compiled_is_refused_by_name(running: Engine) -> None:
     for name, (_, why) in REFUSED.items():
         event = ended[name]
         assert isinstance(event, Rejected), (name, event)
-        assert event.message.startswith("its form (schema, regex or grammar) cannot be enforced: ")
+        assert event.message.startswith(
+            "the form of the answer (schema, regex or grammar) cannot be enforced: "
+        )
         assert event.code == ErrorCode.INVALID_REQUEST
         assert why in event.message and len(event.message) < 300, (name, event.message)
     assert ended["good"].text == "yes" and isinstance(ended["free"], Completed)

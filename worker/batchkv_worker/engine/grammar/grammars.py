@@ -129,12 +129,15 @@ class Grammars:
             return
 
 
+_NO_FORM = "the form of the answer (schema, regex or grammar) cannot be enforced: "
+
+
 def _give(row: Sequence, outcome: Outcome) -> None:
     """Raises RowRefused for a refused grammar."""
     if not isinstance(outcome, Compiled):
         is_of_row = not isinstance(outcome, TrialFault)
         code = ErrorCode.INVALID_REQUEST if is_of_row else ErrorCode.ENGINE_ERROR
-        raise RowRefused(code, f"its form (schema, regex or grammar) cannot be enforced: {outcome}")
+        raise RowRefused(code, f"{_NO_FORM}{outcome}")
     grammar = GrammarGuide(outcome)
     row.guide = grammar if row.guide is None else row.guide.and_then(grammar)
 
