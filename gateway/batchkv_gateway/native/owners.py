@@ -53,7 +53,8 @@ class Owners:
         if raw is None:
             return
         owner, _ = split_owner(raw)
-        with self._connection.pipeline(transaction=True) as pipeline:
+        # Not as one: a full Redis refuses transactions. The entry that is read above goes last.
+        with self._connection.pipeline(transaction=False) as pipeline:
             pipeline.zrem(redis_keys.native(owner), batch_id)
             pipeline.hdel(redis_keys.OWNERS, batch_id)
             pipeline.execute()

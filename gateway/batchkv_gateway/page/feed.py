@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from batchkv_gateway.keys.caller import Caller
 from batchkv_gateway.stopping import Stopping
 from batchkv_producer.errors import BatchkvError
+from batchkv_producer.server.memory_use import FULL, is_full
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,9 @@ class Feed:
                 except (RedisError, BatchkvError) as fault:
                     log.warning("the page's events: %s", fault)
                     seen = channel.snapshot or Snapshot()
-                    channel.publish(Snapshot(seen.batches, seen.workers, TROUBLE))
+                    is_of_memory = isinstance(fault, RedisError) and is_full(fault)
+                    trouble = f"the queue's server {FULL}" if is_of_memory else TROUBLE
+                    channel.publish(Snapshot(seen.batches, seen.workers, trouble))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._joined.wait(), TICK_SECONDS)
             self._joined.clear()

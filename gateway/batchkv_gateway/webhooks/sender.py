@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -21,6 +22,7 @@ from batchkv_gateway import redis_keys, scripts
 from batchkv_gateway.webhooks.delivery import DeliveryError, deliver
 from batchkv_gateway.webhooks.events import KEEP_SECONDS, Event
 from batchkv_gateway.webhooks.targets import Target
+from batchkv_producer.server.memory_use import at_once
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +109,8 @@ class Webhooks:
             pipeline.execute()
 
     def _drop(self, target: Target, event_id: str) -> None:
-        with self._connection.pipeline(transaction=True) as pipeline:
+        def delete(pipeline: Any) -> None:
             pipeline.zrem(redis_keys.outbox(target.name), event_id)
             pipeline.hdel(redis_keys.events(target.name), event_id)
-            pipeline.execute()
+
+        at_once(self._connection, delete)

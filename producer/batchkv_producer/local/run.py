@@ -351,9 +351,9 @@ class RunLoop:
         path = self._follower.results.path
         where = "" if path == target.STDOUT else f" in {path}"
         return NotFoundError(
-            f"batch {self._batch_id} was forgotten while it ran (`batchkv forget`). Its rows that "
-            f"had not ended are gone. The answers{where} stay; the same command computes all "
-            "rows anew"
+            f"batch {self._batch_id} is no longer on the server: `batchkv forget` deleted it, or "
+            "the server lost its data. Its rows that had not ended are gone. The answers"
+            f"{where} stay; the same command computes all rows anew"
         )
 
     def _supervise(self, status: BatchStatus) -> None:

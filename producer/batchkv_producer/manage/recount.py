@@ -22,6 +22,7 @@ from redis import Redis
 from batchkv_producer.errors import WireError
 from batchkv_producer.monitor.status import BatchStatus
 from batchkv_producer.results.bounded import Reader, stored_results
+from batchkv_producer.server.memory_use import at_once
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import decode_result
 from batchkv_producer.wire.transitions import Transitions
@@ -56,10 +57,12 @@ def needs_recount(status: BatchStatus) -> bool:
 def recount(connection: Redis, status: BatchStatus) -> Iterator[int]:
     """Count a batch's results anew, in steps. Yields 1 at the end if the counts were written."""
     batch_id, moves = status.batch_id, Transitions(connection)
-    with connection.pipeline(transaction=True) as pipeline:
+
+    def ask(pipeline: Any) -> None:
         pipeline.hlen(redis_keys.results(batch_id))
         pipeline.llen(redis_keys.done(batch_id))
-        num_results, num_ends = pipeline.execute()
+
+    num_results, num_ends = at_once(connection, ask)
     ended = bytearray(status.last_line + 1)
     for start in range(0, num_ends, PAGE_ENDS):
         page: Any = connection.lrange(redis_keys.done(batch_id), start, start + PAGE_ENDS - 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from redis import Redis
 
+from batchkv_producer.server.memory_use import at_once
 from batchkv_producer.wire import redis_keys
 
 
@@ -22,12 +23,14 @@ class QueueState:
 
 def read_queue(connection: Redis, name: str) -> QueueState:
     """The state of a queue, read in one transaction."""
-    with connection.pipeline(transaction=True) as pipeline:
+
+    def ask(pipeline: Any) -> None:
         for key in redis_keys.waiting_lists(name):
             pipeline.llen(key)
         pipeline.zcard(redis_keys.registry("wip", name))
         pipeline.exists(redis_keys.due(name))
-        high, normal, low, num_leased, has_due = pipeline.execute()
+
+    high, normal, low, num_leased, has_due = at_once(connection, ask)
     return QueueState(high + normal + low, num_leased, bool(has_due))
 
 

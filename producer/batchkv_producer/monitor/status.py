@@ -12,6 +12,7 @@ from redis import Redis
 
 from batchkv_producer.errors import ExpiredError, NotFoundError, WireError
 from batchkv_producer.monitor.workers import live_workers, text_map
+from batchkv_producer.server.memory_use import at_once
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.batch_options import moment_text
 from batchkv_producer.wire.maker import Maker
@@ -229,13 +230,15 @@ def read_batches(
     One that cannot be read is left out with a warning, if there are others. ``workers`` caches the
     number of workers of each queue between calls.
     """
-    with connection.pipeline(transaction=True) as pipeline:
+
+    def ask(pipeline: Any) -> None:
         pipeline.time()
         for batch_id in batch_ids:
             pipeline.hgetall(redis_keys.batch(batch_id))
             pipeline.hlen(redis_keys.results(batch_id))
             pipeline.hlen(redis_keys.held(batch_id))
-        (seconds, micros), *replies = pipeline.execute()
+
+    (seconds, micros), *replies = at_once(connection, ask)
     read_at = seconds + micros / 1e6
     parts = zip(batch_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
     known = {

@@ -18,7 +18,7 @@ from batchkv_producer.remote.address import KEY_VARIABLE, Address
 
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT = 400, 401, 403, 404, 409
 TOO_LARGE, LONG_HEADERS = 413, 431
-TIMED_OUT, TOO_MANY = 408, 429
+TIMED_OUT, TOO_MANY, FULL = 408, 429, 507
 AWAY = (TIMED_OUT, 502, 503, 504)
 MAX_TEXT_CHARS = 2000
 MAX_RETRY_AFTER_SECONDS = 30.0
@@ -66,6 +66,8 @@ def refusal(address: Address, response: HTTPResponse, raw: bytes) -> BatchkvErro
             f"the server at {address.url} has no API of batchkv: it is another server, or an older "
             "version of `batchkv serve`"
         )
+    if status == FULL:
+        return ServerError(f"the gateway at {address.url} has no room: {text}")
     return ServerError(f"the gateway at {address.url} failed: {text} ({status})")
 
 

@@ -225,7 +225,8 @@ class Transport:
                 if time.monotonic() + wait > deadline:
                     raise
                 if not self._is_away:  # one sentence for each outage
-                    self.note(f"{fault}. Trying again")
+                    text = str(fault)
+                    self.note(f"{text}{'' if text.endswith('?') else '.'} Trying again")
                 self._is_away = True
             time.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

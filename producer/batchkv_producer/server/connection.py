@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
@@ -318,12 +318,42 @@ def _client(url: str, **settings: Any) -> Redis:
             "with http:// or https://"
         )
     settings = {name: value for name, value in settings.items() if value is not None}
+    _refuse_unknown(url)
     try:
         # The error's text may contain the password, so it is not shown.
         return Redis.from_url(url, decode_responses=False, **settings)
     except (ValueError, TypeError):
         message = f"Redis URL {masked(url)} cannot be read: it must be SCHEME://HOST:PORT/DB"
     raise UsageError(message)
+
+
+# What may stand behind "?" in a URL. Others reach the client only when it first connects.
+_PARAMETERS = (
+    *("db", "username", "password", "client_name", "protocol", "health_check_interval"),
+    *("socket_timeout", "socket_connect_timeout", "socket_keepalive", "retry_on_timeout"),
+    "max_connections",
+)
+
+
+def _refuse_unknown(url: str) -> None:
+    """Raise UsageError for a parameter that is not known, or a database that is no number."""
+    parts = urlsplit(url)
+    known = ("ssl_*", *_PARAMETERS) if parts.scheme == "rediss" else _PARAMETERS
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name in known or (known is not _PARAMETERS and name.startswith("ssl_")):
+            if name != "protocol" or value in ("2", "3"):
+                continue
+            raise UsageError(f"Redis URL {masked(url)}: protocol is 2 or 3, not {value[:40]!r}")
+        hint = ". TLS needs rediss://" if name.startswith("ssl_") else ""
+        raise UsageError(
+            f"Redis URL {masked(url)} has an unknown parameter {name[:40]!r}{hint}; known are "
+            f"{', '.join(sorted(known))}"
+        )
+    database = "" if parts.scheme == "unix" else parts.path.strip("/")
+    if database and not (database.isascii() and database.isdecimal()):
+        raise UsageError(
+            f"Redis URL {masked(url)} has a database that is no number: write SCHEME://HOST:PORT/0"
+        )
 
 
 def _probe(url: str, warn: Warn) -> None:

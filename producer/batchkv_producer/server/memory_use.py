@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +107,26 @@ def full_server_named(connection: Redis) -> Iterator[None]:
         except RedisError:
             held = ""
         raise OutOfMemoryError(f"OOM{f' [{held}]' if held else ''}") from fault
+
+
+def at_once(connection: Redis, add: Callable[[Any], object]) -> list[Any]:
+    """The replies to commands that read or delete, in one transaction. ``add`` adds them.
+
+    A full Redis refuses each transaction, whatever it does, but not the commands themselves. Then
+    they are sent one after the other.
+    """
+    try:
+        return _replies(connection, add, is_one=True)
+    except RedisError as fault:
+        if not is_full(fault):
+            raise
+        return _replies(connection, add, is_one=False)
+
+
+def _replies(connection: Redis, add: Callable[[Any], object], *, is_one: bool) -> list[Any]:
+    with connection.pipeline(transaction=is_one) as pipeline:
+        add(pipeline)
+        return list(pipeline.execute())
 
 
 def is_full(fault: RedisError) -> bool:

@@ -6,6 +6,8 @@ import errno
 import json
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,7 +35,7 @@ from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_producer import Client
 from support.gateway import Gateway, chat_file, running_gateway, working
-from support.redis_server import RedisServer, running_server
+from support.redis_server import RedisServer, redis_binary, running_server
 
 URL = "/v1/chat/completions"
 OVER = ("failed", "completed", "expired", "cancelled")
@@ -248,6 +250,50 @@ def test_a_full_disk_delays_the_files_of_a_batch(
     done = batches.find("o", batch_id)
     assert (done.status, done.completed) == ("completed", 1)
     assert files.folder.content(files.find("o", done.output_file_id).content_name).is_file()
+
+
+@pytest.mark.parametrize("binary", [None, redis_binary()], ids=["valkey", "redis"])
+def test_a_full_server_is_named(
+    binary: str | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """What needs room is 507 and says what to do. Batches are shown and forgotten."""
+    if "redis" in request.node.name and binary is None:
+        pytest.skip("needs redis-server")
+    with (
+        running_server("--maxmemory-policy", "noeviction", binary=binary) as server,
+        running_gateway(server.url, tmp_path / "home") as gateway,
+        gateway.client(max_retries=0) as client,
+        server.connect() as connection,
+    ):
+        base = gateway.url.removesuffix("/v1")
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text('{"prompt": "x"}\n' * 9)
+        command = (sys.executable, "-m", "batchkv_producer")
+
+        def batchkv(*words: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [*command, *words, "--url", base], capture_output=True, text=True, check=False
+            )
+
+        made = batchkv("submit", str(rows), "-m", "m")
+        assert made.returncode == 0, made.stderr
+        batch_id = made.stdout.strip()
+        used = int(connection.info("memory")["used_memory"])
+        connection.config_set("maxmemory", used // 2)
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.files.create(file=("rows", b"{}\n"), purpose="batch")
+        assert (caught.value.status_code, caught.value.code) == (507, "queue_full")
+        rows.write_text('{"prompt": "y"}\n' * 9)
+        refused = batchkv("submit", str(rows), "-m", "m")
+        assert refused.returncode == 3
+        assert "has no room: the queue's server is full (maxmemory): make room" in refused.stderr
+        assert "Trying again" not in refused.stderr
+        assert list(client.batches.list()) == []
+        for words in (("list",), ("status", batch_id), ("forget", batch_id, "--yes")):
+            found = batchkv(*words)
+            assert found.returncode == 0 and batch_id in found.stdout + found.stderr, found
+        log = gateway.log.read_text()
+        assert "Redis is full (maxmemory)" in log and "batchkv server start" not in log
 
 
 def test_a_gateway_with_another_folder_leaves_the_work(

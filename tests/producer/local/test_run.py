@@ -564,7 +564,7 @@ def test_a_batch_that_is_forgotten_ends_its_run(
     _, stderr = running.communicate(timeout=DEADLINE_SECONDS)
     assert running.returncode == 2
     last = stderr.splitlines()[-1]
-    assert last.startswith(f"batchkv: batch {batch_id} was forgotten while it ran")
+    assert last.startswith(f"batchkv: batch {batch_id} is no longer on the server: ")
     assert f"The answers in {source.with_name('out.jsonl')} stay" in last
 
 

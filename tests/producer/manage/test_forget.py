@@ -26,7 +26,7 @@ from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import decode_job, encode_result
 from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
-from support.redis_server import RedisServer, running_server
+from support.redis_server import RedisServer, redis_binary, running_server
 from support.worker_harness import WorkerProcess, wait_until, workers
 from support.worker_harness import submit as submit_fake
 
@@ -261,10 +261,13 @@ def test_a_worker_drops_forgotten_rows_and_takes_others(
 # ---- a server that is full ----
 
 
-@pytest.fixture
-def full() -> Iterator[RedisServer]:
-    """A server of its own, whose memory a test fills."""
-    with running_server("--maxmemory-policy", "noeviction") as server:
+@pytest.fixture(params=["valkey", "redis"])
+def full(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    """A server of its own, whose memory a test fills: Valkey, and Redis."""
+    binary = redis_binary() if request.param == "redis" else None
+    if request.param == "redis" and binary is None:
+        pytest.skip("needs redis-server")
+    with running_server("--maxmemory-policy", "noeviction", binary=binary) as server:
         yield server
 
 
@@ -275,7 +278,9 @@ def fill_up(connection: Redis) -> None:
         connection.set("x", "y")
 
 
-def test_cancel_and_forget_work_on_a_full_server(full: RedisServer, write_lines: Write) -> None:
+def test_cancel_and_forget_work_on_a_full_server(
+    full: RedisServer, write_lines: Write, tmp_path: Path
+) -> None:
     """At maxmemory a submit is refused and names the largest batches. Cancel and forget work."""
     with full.connect() as connection:
         desk = Desk(connection, write_lines)
@@ -287,6 +292,13 @@ def test_cancel_and_forget_work_on_a_full_server(full: RedisServer, write_lines:
         assert "is full (maxmemory): make room with `batchkv forget BATCH`" in refused.stderr
         assert f"{batch} (" in refused.stderr and f"{other} (" in refused.stderr
         assert "Traceback" not in refused.stderr and len(refused.stderr.splitlines()) == 1
+        for command in (
+            *(("status",), ("status", other), ("list",), ("workers",), ("failed", other)),
+            *(("wait", "--timeout", "0", other), ("report", other, "-o", tmp_path / "r.html")),
+            ("results", other, "-o", tmp_path / "o.jsonl"),
+        ):
+            shown = batchkv(*command, url=full.url)
+            assert "full" not in shown.stderr and "Traceback" not in shown.stderr, (command, shown)
         canceled = batchkv("cancel", batch, url=full.url)
         assert canceled.exit_code == 0, canceled.stderr
         status = desk.client.status(batch)

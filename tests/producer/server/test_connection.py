@@ -131,6 +131,38 @@ def test_bad_urls_are_wrong_use(url: str) -> None:
     assert caught.value.__context__ is None or "secret" not in str(caught.value.__context__)
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (
+            "redis://:secret@h/0?timeout=5",
+            "unknown parameter 'timeout'; known are client_name, ",
+        ),
+        ("redis://:secret@h/0?decode_responses=True", "unknown parameter 'decode_responses'"),
+        ("redis://:secret@h/0?ssl_cert_reqs=none", "'ssl_cert_reqs'. TLS needs rediss://"),
+        ("unix:///tmp/s?parser_class=x", "unknown parameter 'parser_class'"),
+        ("redis://:secret@h/0?protocol=9", "protocol is 2 or 3, not '9'"),
+        ("redis://:secret@h/abc", "a database that is no number"),
+        ("rediss://:secret@h/1x", "a database that is no number"),
+    ],
+)
+def test_unknown_parts_of_a_url_are_named(url: str, words: str) -> None:
+    """They would fail with a trace when the client first connects, or silently mean another
+    database."""
+    with pytest.raises(UsageError) as caught:
+        connection.connect(url)
+    assert words in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_known_parameters_of_a_url_are_used(redis_url: str) -> None:
+    """Also those of TLS, with its scheme."""
+    joined = f"{redis_url}{'&' if '?' in redis_url else '?'}protocol=3&socket_timeout=5"
+    with connection.connect(f"{joined}&client_name=one") as found:
+        assert found.client_getname() in (b"one", "one")
+    with pytest.raises(ServerError, match="cannot be reached"):
+        connection.connect(f"rediss://127.0.0.1:{free_port()}/0?ssl_cert_reqs=none")
+
+
 def test_a_url_without_a_scheme_is_told_both_kinds() -> None:
     """HOST:PORT may be meant as a Redis or as a gateway."""
     with pytest.raises(UsageError, match=r"redis://.*that of a gateway begins with http:// or"):
