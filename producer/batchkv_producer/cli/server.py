@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from socket import gethostname
+
 import click
 from redis.exceptions import RedisError
 
 from batchkv_producer.cli.shared import json_option, print_json, say
 from batchkv_producer.errors import ServerError
+from batchkv_producer.local.presence import is_free
 from batchkv_producer.monitor.workers import read_workers
 from batchkv_producer.server import embedded
 from batchkv_producer.server.home import Home, home_from_environment
@@ -59,12 +62,17 @@ def stop() -> None:
 
 
 def _worker_names(home: Home) -> list[str]:
-    """The names of the workers that use this server; none if it does not run or answer."""
+    """The names of the workers that use this server; none if it does not run or answer.
+
+    Workers of this machine that were killed are left out. They count as live for some time.
+    """
+    here = gethostname()
     if not embedded.status(home).is_running:
         return []
     try:
         with embedded.client_of(home) as connection:
-            return [worker.name for worker in read_workers(connection) if not worker.is_away]
+            found = [worker for worker in read_workers(connection) if not worker.is_away]
+            return [one.name for one in found if one.hostname != here or not is_free(one.pid)]
     except RedisError:
         return []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +87,15 @@ def _refuse_binary(beginning: bytes) -> None:
         raise InputFileError("the input is binary, not lines of JSON or text in UTF-8")
 
 
+def _state(stream: BinaryIO) -> tuple[int, int] | None:
+    """The size of a file and the time of its last change; None for anything else."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # bytes in memory, or a stream of the caller
+        return None
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One file or stream of an input. ``start``: the offset at which each reading begins."""
@@ -100,18 +111,35 @@ class Piece:
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """The bytes. Every fault of the file becomes an InputFileError, also while it is read."""
+        """The bytes. Every fault of the file becomes an InputFileError, also while it is read.
+
+        So does a change: a file that is still written would be queued in part.
+        """
         try:
             if isinstance(self.origin, Path):
-                with self.origin.open("rb") as stream:
+                with self.origin.open("rb") as stream, self._unchanged(stream):
                     yield stream
             else:
                 if self.start is not None:
                     self.origin.seek(self.start)
-                yield self.origin
+                with self._unchanged(self.origin):
+                    yield self.origin
         except OSError as fault:
-            where = str(self.origin) if isinstance(self.origin, Path) else self.name
-            raise InputFileError(_file_fault(where, fault)) from fault
+            raise InputFileError(_file_fault(self._where, fault)) from fault
+
+    @property
+    def _where(self) -> str:
+        return str(self.origin) if isinstance(self.origin, Path) else self.name
+
+    @contextmanager
+    def _unchanged(self, stream: BinaryIO) -> Iterator[None]:
+        before = _state(stream)
+        yield
+        if _state(stream) != before:
+            raise InputFileError(
+                f"{self._where} changed while it was read: run the command again when the file is "
+                "complete"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class Presence:
 
     def _has_ended(self, record: Record) -> bool:
         is_here = bool(record.boot) and (record.boot, record.space) == self._place
-        return is_here and _is_free(record.pid)
+        return is_here and is_free(record.pid)
 
     def is_drained(self) -> bool:
         """Whether somebody on this machine wants the worker to take no more rows."""
@@ -298,7 +298,7 @@ def pid_namespace() -> str:
         return ""
 
 
-def _is_free(pid: int) -> bool:
+def is_free(pid: int) -> bool:
     """Whether no process has this id, not even one that has ended and was not waited for."""
     try:
         os.kill(pid, 0)
@@ -323,7 +323,7 @@ def process_start(pid: int) -> str | None:
     except (ValueError, IndexError) as fault:
         raise OSError(f"process {pid} cannot be read") from fault
     state, _, start = _output_of("ps", "-o", "state=,lstart=", "-p", str(pid)).partition(" ")
-    if not state and not _is_free(pid):
+    if not state and not is_free(pid):
         raise OSError(f"ps says nothing of process {pid}")
     return None if not state or state.startswith("Z") else " ".join(start.split())
 

@@ -37,13 +37,18 @@ class InputBody:
         return sum(part.num_bytes for part in self.parts)
 
     def pieces(self) -> Iterator[bytes]:
-        """The bytes. Raises InputFileError if a file has changed its size meanwhile."""
+        """The bytes. Raises InputFileError if a file has changed meanwhile, before the last ones:
+        so the gateway never has a whole body of it."""
         for piece, part in zip(self.inputs.pieces, self.parts, strict=True):
-            left = part.num_bytes
+            left, last = part.num_bytes, b""
             with piece.opened() as stream:
                 while left:
                     data = stream.read(min(PIECE_BYTES, left))
                     if not data:
                         raise InputFileError(f"{part.name} became shorter while it was sent")
                     left -= len(data)
-                    yield data
+                    if last:
+                        yield last
+                    last = data
+            if last:
+                yield last

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -822,6 +823,12 @@ def test_embedded_server_serves_when_none_is_named(
                 key = redis_keys.worker(name)
                 connection.hset(key, mapping={**now, "queues": redis_keys.queue_name("m")})
                 connection.sadd("rq:workers", key)
+            ended = subprocess.Popen(["true"])
+            ended.wait()
+            killed = {**now, "hostname": socket.gethostname(), "pid": ended.pid}
+            queue = redis_keys.queue_name("m")
+            connection.hset(redis_keys.worker("killed"), mapping={**killed, "queues": queue})
+            connection.sadd("rq:workers", redis_keys.worker("killed"))
         stopped = batchkv("server", "stop").stderr
         assert stopped.startswith("batchkv: the server is stopped\nbatchkv: 2 workers were conn")
         assert "(mac-1, mac-2). A worker keeps its rows and goes on when" in stopped

@@ -24,7 +24,8 @@ from batchkv_producer.errors import InputFileError, UsageError
 from batchkv_producer.intake import json_array
 from batchkv_producer.intake.expected import Expected
 from batchkv_producer.intake.formats import MAX_LINE_BYTES, Row, RowError, read_elements
-from batchkv_producer.intake.source import Inputs
+from batchkv_producer.intake.reading import Reading
+from batchkv_producer.intake.source import Inputs, Piece
 from batchkv_producer.intake.spooling import SpoolError, gathered
 from batchkv_producer.wire import redis_keys
 from batchkv_producer.wire.job import decode_job
@@ -48,6 +49,54 @@ def rows_of(connection: Redis, batch_id: str) -> dict[int, tuple[str, str | None
         line = int(key.decode().rpartition("-")[2])
         found[line] = (request.custom_id, request.prompt)
     return found
+
+
+# ---- a file that is still written ----
+
+
+@pytest.mark.parametrize("is_stdin", [False, True])
+@pytest.mark.parametrize("change", ["grow", "shrink", "same size"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    redis_connection: Redis, write_lines: Write, change: str, is_stdin: bool, redis_url: str
+) -> None:
+    """Its first part would be queued without a word. Nothing is queued."""
+    source = write_lines(*[{"prompt": f"p{n}"} for n in range(50)])
+    before = source.stat()
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns - 10**9))
+    with source.open("rb") as stream:
+        inputs = Inputs((Piece(stream, "stdin", 0),)) if is_stdin else Inputs.of(source)
+        rows = Reading(inputs).rows()
+        next(rows)
+        if change == "same size":
+            os.utime(source)
+        else:
+            os.truncate(source, before.st_size * (2 if change == "grow" else 0))
+        with pytest.raises(InputFileError, match="changed while it was read: run the command"):
+            list(rows)
+
+
+def test_nothing_of_a_file_that_is_still_written_is_queued(
+    redis_connection: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """By the command: a writer adds rows while it reads them."""
+    source, is_over = tmp_path / "grow.jsonl", threading.Event()
+    source.write_text('{"prompt": "x"}\n' * 30_000)
+
+    def write() -> None:
+        with source.open("a") as out:
+            while not is_over.wait(0.002):
+                out.write('{"prompt": "y"}\n')
+                out.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        found = CliRunner().invoke(cli, ["submit", str(source), "-m", "m", "--url", redis_url])
+    finally:
+        is_over.set()
+        writer.join()
+    assert found.exit_code == 2 and "changed while it was read" in found.stderr
+    assert redis_connection.keys("rq:job:*") == []
 
 
 # ---- several files ----

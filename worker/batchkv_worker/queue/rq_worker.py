@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +64,9 @@ from batchkv_worker.queue.stop import StopRequest
 from batchkv_worker.queue.worker_record import constant_fields
 from batchkv_worker.settings import WorkerSettings, unknown_variables
 from batchkv_worker.trace import close_trace
+
+# A full server refuses this command, too. What comes after it says that.
+warnings.filterwarnings("ignore", "CLIENT SETNAME command not supported")
 
 SOCKET_TIMEOUT_SECONDS = 10
 ENGINE_STOP_SECONDS = 5.0
