@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from batchkv_producer.intake.body import ENDPOINTS
-from batchkv_producer.intake.formats import BOM, Row, RowError, read_rows
+from batchkv_producer.intake.formats import BOM, NOT_OF_LINE, Row, RowError, read_rows
 from batchkv_producer.intake.single import param_of
 from batchkv_producer.wire.error_codes import ErrorCode
 
 MAX_ERRORS = 100
+_OF_LINE = ("custom_id", "method", "url", "body")  # the fields of a line itself
+_FIRST_WORD = re.compile(r"[A-Za-z_]\w*")
 LINE_BYTES = 2**20
 # OpenAI's names of the producer's codes.
 _CODES: dict[str, str] = {
@@ -119,9 +122,8 @@ class _Lines:
         url = _parsed(self.last).get("url")
         if isinstance(url, str) and url in ENDPOINTS and url != self.endpoint:
             return self._other_url(row.line, url)
-        param = param_of(row.code, row.message)
-        code, place = _CODES.get(row.code, "invalid_request"), f"body.{param}" if param else None
-        return LineError(code, row.message, row.line, place)
+        code = _CODES.get(row.code, "invalid_request")
+        return LineError(code, row.message, row.line, _place(row))
 
     def _other_url(self, line: int, url: str) -> LineError:
         message = f"the url is {url}, but the batch is for {self.endpoint}"
@@ -135,6 +137,15 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _place(row: RowError) -> str | None:
+    """The field of a line that its error is about, with its path. Messages begin with its name."""
+    name = _FIRST_WORD.match(row.message)
+    if name is not None and (name[0] in _OF_LINE or row.message.endswith(NOT_OF_LINE)):
+        return name[0]
+    param = param_of(row.code, row.message)
+    return f"body.{param}" if param else None
 
 
 def _missing(line: int, names: Sequence[str]) -> LineError:

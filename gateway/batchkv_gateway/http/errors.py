@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 
 from redis.exceptions import ConnectionError, RedisError
 from starlette.exceptions import HTTPException
@@ -47,6 +48,11 @@ OTHER_TASKS = {
 }
 
 
+def new_request_id() -> str:
+    """An id for a request, which its answer names."""
+    return f"req_{secrets.token_hex(16)}"
+
+
 def error_body(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
     """The body of an error."""
     kind = "server_error" if status >= INTERNAL else "invalid_request_error"
@@ -58,6 +64,7 @@ def error_body(status: int, message: str, code: str | None, param: str | None = 
 def error_response(fault: ApiError) -> Response:
     """The response to a refused request. It tells OpenAI's client whether to try again."""
     may_retry = fault.status >= INTERNAL or fault.status in (TIMED_OUT, TOO_MANY)
+    may_retry &= fault.status != FULL  # somebody has to make room first
     headers = {"x-should-retry": "true" if may_retry else "false"}
     if fault.status == UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"

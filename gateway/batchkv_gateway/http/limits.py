@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-import secrets
 import socket
 import time
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from batchkv_gateway.errors import (
     ApiError,
     invalid,
 )
-from batchkv_gateway.http.errors import error_response, queue_unavailable
+from batchkv_gateway.http.errors import error_response, new_request_id, queue_unavailable
 from batchkv_gateway.http.sites import Sender, preflight_headers, sender_of
 from batchkv_producer.intake.formats import MAX_LINE_BYTES
 
@@ -96,7 +95,7 @@ class Limits:
             return
         most = self._most_bytes(scope)
         room = self._room if scope["path"] in CALLS else None
-        request_id = f"req_{secrets.token_hex(16)}"
+        request_id = new_request_id()
         body, answer = _Body(receive, most, room), _Answer(send, request_id)
         self._num_requests += 1
         try:

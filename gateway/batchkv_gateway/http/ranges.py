@@ -19,15 +19,15 @@ def refused_range(request: Request, num_bytes: int) -> Response | None:
     """The response to a range that begins after the file's end; None if the file is to be sent.
 
     A header that is no range of bytes, or of which a part is not in the file, is taken away from
-    the request. Then the whole file is sent.
+    the request. Then the whole file is sent. So it is where the range depends on ``If-Range``.
     """
     given = request.headers.get("range")
-    if given is None or "if-range" in request.headers:
+    if given is None:
         return None
     pairs = _RANGE.findall(given) if _RANGES.fullmatch(given.strip()) else []
     has_order = all(_has_order(first, last) for first, last in pairs)
     there = [_is_there(first, last, num_bytes) for first, last in pairs]
-    if pairs and has_order and not any(there):
+    if pairs and has_order and not any(there) and "if-range" not in request.headers:
         fault = ApiError(NO_RANGE, f"the file has {num_bytes:,} bytes", code="invalid_range")
         response = error_response(fault)
         response.headers["content-range"] = f"bytes */{num_bytes}"

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from batchkv_gateway.http.errors import error_body
+from batchkv_gateway.http.errors import error_body, new_request_id
 from batchkv_gateway.http.limits import MAX_HEADER_BYTES
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_gateway.stopping import Stopping
@@ -62,6 +62,7 @@ class Protocol(H11Protocol):
         body = error_body(400, msg, "invalid_http")
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         headers.append((b"content-length", str(len(body)).encode()))
+        headers.append((b"x-request-id", new_request_id().encode()))
         try:
             for event in (
                 h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),

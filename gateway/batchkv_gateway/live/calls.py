@@ -7,6 +7,7 @@ lane's own thread reads all answers, and wakes the event loop once for many of t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from batchkv_producer.wire.live import Pieces
 
 MAX_ASKED = 100  # rows in one call of Redis
 ASK_SECONDS = 15.0  # until Redis has the rows
+LAST_SECONDS = 60.0  # as long as a model counts as served that nobody serves any more
 GRACE_SECONDS = 7.0  # that answers have to end when the gateway stops
 
 Loop = asyncio.AbstractEventLoop
@@ -120,12 +122,18 @@ class Calls:
         self._open: set[Call] = set()
         self._news: deque[Call] = deque()  # calls to wake; the lane's thread adds them
         self._is_waking = False
-        self.last_model = ""  # of the last request that was not refused
+        self._last: tuple[str, float] = "", 0.0  # the last model that answered, and when
 
     @property
     def num_open(self) -> int:
         """Rows whose answers somebody waits for."""
         return len(self._open)
+
+    @property
+    def last_model(self) -> str:
+        """The model of the last request that was not refused; "" after ``LAST_SECONDS``."""
+        model, when = self._last
+        return model if time.monotonic() - when < LAST_SECONDS else ""
 
     async def ask(self, rows: Sequence[Request], model: str, pieces: Pieces) -> list[Call]:
         """Ask the rows of one request. The caller must ``leave`` each call.
@@ -153,7 +161,7 @@ class Calls:
         except BaseException:
             self._leave_all(calls)
             raise
-        self.last_model = model
+        self._last = model, time.monotonic()
         return calls
 
     def leave(self, call: Call) -> None:

@@ -201,7 +201,7 @@ def _is_batch_line(value: dict[str, Any]) -> bool:
 def _batch_line(value: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
     for name in value.keys() - _BATCH_KEYS:
         if value[name] is not None:
-            raise unsupported(f"{name[:80]} is not a field of a batch line")
+            raise unsupported(f"{name[:80]} {NOT_OF_LINE}")
     if value.get("method") not in (None, "POST"):
         raise unsupported(f"method must be POST, got {shown(value['method'])}")
     if "body" not in value:
@@ -280,6 +280,7 @@ def _finite(digits: str) -> float:
     return number
 
 
+NOT_OF_LINE = "is not a field of a batch line"
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 

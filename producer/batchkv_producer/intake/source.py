@@ -87,7 +87,10 @@ def _refuse_binary(beginning: bytes) -> None:
         raise InputFileError("the input is binary, not lines of JSON or text in UTF-8")
 
 
-def _state(stream: BinaryIO) -> tuple[int, int] | None:
+FileState = tuple[int, int] | None
+
+
+def state_of(stream: BinaryIO) -> FileState:
     """The size of a file and the time of its last change; None for anything else."""
     try:
         found = os.fstat(stream.fileno())
@@ -110,19 +113,20 @@ class Piece:
         return self.origin.suffix.lower() if isinstance(self.origin, Path) else ""
 
     @contextmanager
-    def opened(self) -> Iterator[BinaryIO]:
+    def opened(self, state: FileState = None) -> Iterator[BinaryIO]:
         """The bytes. Every fault of the file becomes an InputFileError, also while it is read.
 
-        So does a change: a file that is still written would be queued in part.
+        So does a change: a file that is still written would be queued in part. ``state`` is that
+        of an earlier reading, if this one has to give the same.
         """
         try:
             if isinstance(self.origin, Path):
-                with self.origin.open("rb") as stream, self._unchanged(stream):
+                with self.origin.open("rb") as stream, self._unchanged(stream, state):
                     yield stream
             else:
                 if self.start is not None:
                     self.origin.seek(self.start)
-                with self._unchanged(self.origin):
+                with self._unchanged(self.origin, state):
                     yield self.origin
         except OSError as fault:
             raise InputFileError(_file_fault(self._where, fault)) from fault
@@ -132,10 +136,10 @@ class Piece:
         return str(self.origin) if isinstance(self.origin, Path) else self.name
 
     @contextmanager
-    def _unchanged(self, stream: BinaryIO) -> Iterator[None]:
-        before = _state(stream)
+    def _unchanged(self, stream: BinaryIO, state: FileState) -> Iterator[None]:
+        before = state or state_of(stream)
         yield
-        if _state(stream) != before:
+        if state_of(stream) != before:
             raise InputFileError(
                 f"{self._where} changed while it was read: run the command again when the file is "
                 "complete"

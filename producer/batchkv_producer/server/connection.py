@@ -14,12 +14,14 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.connection import SSLConnection
 from redis.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
@@ -318,8 +320,8 @@ def _client(url: str, **settings: Any) -> Redis:
             "with http:// or https://"
         )
     settings = {name: value for name, value in settings.items() if value is not None}
-    _refuse_unknown(url)
     try:
+        _refuse_unknown(url)
         # The error's text may contain the password, so it is not shown.
         return Redis.from_url(url, decode_responses=False, **settings)
     except (ValueError, TypeError):
@@ -330,26 +332,35 @@ def _client(url: str, **settings: Any) -> Redis:
 # What may stand behind "?" in a URL. Others reach the client only when it first connects.
 _PARAMETERS = (
     *("db", "username", "password", "client_name", "protocol", "health_check_interval"),
-    *("socket_timeout", "socket_connect_timeout", "socket_keepalive", "retry_on_timeout"),
-    "max_connections",
+    *("socket_timeout", "socket_connect_timeout", "retry_on_timeout", "max_connections"),
+    *("encoding", "encoding_errors", "lib_name", "lib_version"),
 )
 
 
 def _refuse_unknown(url: str) -> None:
     """Raise UsageError for a parameter that is not known, or a database that is no number."""
     parts = urlsplit(url)
-    known = ("ssl_*", *_PARAMETERS) if parts.scheme == "rediss" else _PARAMETERS
+    known = list(_PARAMETERS)
+    if parts.scheme != "unix":
+        known.append("socket_keepalive")
+    of_tls = [name for name in signature(SSLConnection).parameters if name.startswith("ssl_")]
+    if parts.scheme == "rediss":
+        known += of_tls
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name in known or (known is not _PARAMETERS and name.startswith("ssl_")):
-            if name != "protocol" or value in ("2", "3"):
-                continue
+        if name not in known:
+            if "@" in parts.query:  # what stands there is a part of the password
+                raise UsageError(
+                    f"Redis URL {masked(url)} cannot be read: in a password, ? is written %3F, "
+                    "# is %23, / is %2F and @ is %40"
+                )
+            hint = ". TLS needs rediss://" if name in of_tls else ""
+            raise UsageError(
+                f"Redis URL {masked(url)} has an unknown parameter {name[:40]!r}{hint}; known are "
+                f"{', '.join(sorted(known))}"
+            )
+        if name == "protocol" and value not in ("2", "3"):
             raise UsageError(f"Redis URL {masked(url)}: protocol is 2 or 3, not {value[:40]!r}")
-        hint = ". TLS needs rediss://" if name.startswith("ssl_") else ""
-        raise UsageError(
-            f"Redis URL {masked(url)} has an unknown parameter {name[:40]!r}{hint}; known are "
-            f"{', '.join(sorted(known))}"
-        )
-    database = "" if parts.scheme == "unix" else parts.path.strip("/")
+    database = "" if parts.scheme == "unix" else unquote(parts.path).strip("/")
     if database and not (database.isascii() and database.isdecimal()):
         raise UsageError(
             f"Redis URL {masked(url)} has a database that is no number: write SCHEME://HOST:PORT/0"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 
-from batchkv_producer.wire.job import Request
+from batchkv_producer.wire.job import NO_EFFORT, Request
 from batchkv_producer.wire.params import newer_params
 
 GRAMMAR = "grammar"  # the one ability that depends on what is installed: llguidance
@@ -44,6 +44,8 @@ _NEEDS: tuple[tuple[str, Callable[[Request], bool]], ...] = (
     (GRAMMAR, _needs_grammar),  # a constraint, also that of a tool call that has to be made
     ("tools", lambda request: request.tools is not None),  # calls are parsed from the answer
     ("thinking", _needs_thinking),
+    # Older versions refuse such a row, or think because of the word.
+    ("no-effort", lambda request: request.reasoning_effort == NO_EFFORT),
     ("salt", lambda request: request.cache_salt is not None),  # prefixes of one owner alone
 )
 ABILITIES = tuple(name for name, _ in _NEEDS)

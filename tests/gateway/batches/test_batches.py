@@ -131,6 +131,26 @@ def test_a_wrong_line_fails_the_batch_with_its_number(client: OpenAI) -> None:
     assert (done.output_file_id, done.error_file_id) == (None, None)
 
 
+def test_the_wrong_field_of_a_line_is_named(client: OpenAI) -> None:
+    """With its path: fields of the line itself, and those of its body."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"custom_id": 5}, "custom_id"),
+        ({"custom_id": "x" * 2000}, "custom_id"),
+        ({"method": "GET"}, "method"),
+        ({"url": "/v1/embeddings"}, "url"),
+        ({"body": "no"}, "body"),
+        ({"zzz": 1}, "zzz"),
+        ({"body": {"model": "fake", "messages": [], "seed": 1}}, "body.messages"),
+        ({"body": {**json.loads(chat_line("a"))["body"], "top_p": 2}}, "body.top_p"),
+    ]
+    rows = [
+        json.dumps({**json.loads(chat_line(f"r{n}")), **more}) for n, (more, _) in enumerate(wrong)
+    ]
+    done = wait(client, create(client, "\n".join(rows)).id)
+    assert done.errors and done.errors.data
+    assert [error.param for error in done.errors.data] == [param for _, param in wrong]
+
+
 def test_files_without_rows_or_with_too_many_fail(client: OpenAI) -> None:
     """No row, more rows than the limit, and bytes that are no text fail with a code."""
     for content, code in ((b"\n \n", "empty_file"), (b"{}\n" * 51, "too_many_tasks")):

@@ -283,6 +283,7 @@ def test_a_full_server_is_named(
         with pytest.raises(openai.APIStatusError) as caught:
             client.files.create(file=("rows", b"{}\n"), purpose="batch")
         assert (caught.value.status_code, caught.value.code) == (507, "queue_full")
+        assert caught.value.response.headers["x-should-retry"] == "false"
         rows.write_text('{"prompt": "y"}\n' * 9)
         refused = batchkv("submit", str(rows), "-m", "m")
         assert refused.returncode == 3

@@ -34,6 +34,13 @@ def test_every_answer_names_its_request(
     assert httpx2.request(method, url).status_code == status
 
 
+def test_what_is_not_http_has_an_id_too(gateway: Gateway, client: OpenAI) -> None:
+    with socket.create_connection(("127.0.0.1", gateway.port), 10) as plain:
+        plain.sendall(b"GARBAGE\r\n\r\n")
+        answer = b"".join(iter(lambda: plain.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"x-request-id: req_" in answer.lower()
+
+
 @pytest.mark.parametrize(
     ("path", "methods"),
     [("/v1/files", "GET, HEAD, POST"), ("/v1/files/x", "DELETE, GET, HEAD")],

@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from batchkv_producer.errors import AwayError, BatchkvError, ServerError, UsageError
+from batchkv_producer.errors import (
+    AwayError,
+    BatchkvError,
+    InputFileError,
+    ServerError,
+    UsageError,
+)
+from batchkv_producer.intake.source import Inputs
 from batchkv_producer.remote import transport as transports
 from batchkv_producer.remote.address import Address, address_of
+from batchkv_producer.remote.body import InputBody
 from batchkv_producer.remote.client import RemoteClient
 from batchkv_producer.remote.opening import connect_gateway
 from batchkv_producer.remote.transport import Transport
@@ -220,3 +228,21 @@ def test_nothing_waits_for_a_gateway_that_stays_away(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("batchkv_producer.retry.MAX_AWAY_SECONDS", 0.3)
     with pytest.raises(AwayError):
         client.wait("0123456789abcdef")
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_file_that_grows_before_it_is_sent_is_not_sent_whole(
+    tmp_path: Path, num_files: int
+) -> None:
+    """The sizes were told before. A second file is read only when the first was sent."""
+    files = [tmp_path / f"{number}.jsonl" for number in range(num_files)]
+    for file in files:
+        file.write_text('{"prompt": "x"}\n' * 3)
+    body = InputBody.of(Inputs(tuple(Inputs.of(file).pieces[0] for file in files)))
+    assert sum(map(len, body.pieces())) == body.num_bytes  # and again, as after a lost answer
+    with files[-1].open("a") as out:
+        out.write('{"prompt": "y"}\n')
+    sent = []
+    with pytest.raises(InputFileError, match="changed while it was read"):
+        sent.extend(body.pieces())
+    assert sum(map(len, sent)) < body.num_bytes

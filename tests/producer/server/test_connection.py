@@ -142,6 +142,11 @@ def test_bad_urls_are_wrong_use(url: str) -> None:
         ("redis://:secret@h/0?ssl_cert_reqs=none", "'ssl_cert_reqs'. TLS needs rediss://"),
         ("unix:///tmp/s?parser_class=x", "unknown parameter 'parser_class'"),
         ("redis://:secret@h/0?protocol=9", "protocol is 2 or 3, not '9'"),
+        ("rediss://:secret@h/0?ssl_foo=1", "unknown parameter 'ssl_foo'"),
+        ("unix:///tmp/s?socket_keepalive=1", "unknown parameter 'socket_keepalive'"),
+        ("redis://:pa?secretpart@h:1/0", "cannot be read: in a password, ? is written %3F"),
+        ("redis://:pa?secret=part@h:1/0", "cannot be read: in a password, ? is written %3F"),
+        ("redis://[::1:6379/0", "cannot be read: it must be SCHEME://HOST:PORT/DB"),
         ("redis://:secret@h/abc", "a database that is no number"),
         ("rediss://:secret@h/1x", "a database that is no number"),
     ],
@@ -159,6 +164,9 @@ def test_known_parameters_of_a_url_are_used(redis_url: str) -> None:
     joined = f"{redis_url}{'&' if '?' in redis_url else '?'}protocol=3&socket_timeout=5"
     with connection.connect(f"{joined}&client_name=one") as found:
         assert found.client_getname() in (b"one", "one")
+    for url in ("redis://127.0.0.1:{}/%30?encoding=utf-8", "redis://127.0.0.1:{}/"):
+        with pytest.raises(ServerError, match="cannot be reached"):
+            connection.connect(url.format(free_port()))
     with pytest.raises(ServerError, match="cannot be reached"):
         connection.connect(f"rediss://127.0.0.1:{free_port()}/0?ssl_cert_reqs=none")
 

@@ -118,6 +118,7 @@ ASKED: list[tuple[Request, tuple[str, ...]]] = [
     (replace(CHAT, tool_choice="function:f"), ("grammar", "tools")),
     (replace(CHAT, parallel_tool_calls=False), ("tools",)),
     (replace(PROMPT, reasoning_effort="high"), ("thinking",)),
+    (replace(PROMPT, reasoning_effort="none"), ("thinking", "no-effort")),
     (replace(PROMPT, cache_salt="ab"), ("salt",)),
 ]
 

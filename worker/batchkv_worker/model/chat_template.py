@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _GENERATION = re.compile(r"\{%-?\+?\s*(?:end)?generation\s*-?\+?%\}")  # a tag of transformers alone
-_NONE = re.compile(r"""(["'])none\1""")
 _TRIED = [{"role": "user", "content": "How are you?"}]
 _TOOL = {
     "type": "function",
@@ -41,8 +41,8 @@ _VALUES: dict[str, tuple[Any, Any]] = {
 class ChatTemplate:
     """What a template reads. ``variables``: those of ``_VALUES`` that change its prompts.
 
-    ``knows_no_effort``: it compares something with the word "none", as templates do that have this
-    ``reasoning_effort``. Others would take it for one more word that asks for a thought.
+    ``knows_no_effort``: it compares ``reasoning_effort`` with the word "none". Others would take it
+    for one more word that asks for a thought.
     """
 
     shows_tools: bool = False
@@ -71,19 +71,31 @@ def _examined(tokenizer: Any, source: Any) -> ChatTemplate:
     if not texts or None in names:
         return _tried(tokenizer)
     read = frozenset(name for found in names if found for name in found)
-    knows_none = "reasoning_effort" in read and any(map(_NONE.search, texts))
-    return ChatTemplate("tools" in read, read & _VALUES.keys(), knows_none)
+    return ChatTemplate("tools" in read, read & _VALUES.keys(), any(map(_knows_none, texts)))
 
 
 @lru_cache(maxsize=8)
 def names_in(source: str) -> frozenset[str] | None:
     """The variables that a Jinja template reads from outside; None if it cannot be parsed."""
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        tree = environment.parse(_GENERATION.sub("", source))
-        return frozenset(jinja2.meta.find_undeclared_variables(tree))
+        return frozenset(jinja2.meta.find_undeclared_variables(_parsed(source)))
     except (jinja2.TemplateError, RecursionError):
         return None
+
+
+def _parsed(source: str) -> jinja2.nodes.Template:
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    return environment.parse(_GENERATION.sub("", source))
+
+
+def _knows_none(source: str) -> bool:
+    """Whether a template compares ``reasoning_effort`` with "none"."""
+    for compared in _parsed(source).find_all(jinja2.nodes.Compare):
+        names = (one.name for one in compared.find_all(jinja2.nodes.Name))
+        words = (one.value for one in compared.find_all(jinja2.nodes.Const))
+        if "reasoning_effort" in names and "none" in words:
+            return True
+    return False
 
 
 def _tried(tokenizer: Any) -> ChatTemplate:
