@@ -1,6 +1,7 @@
 """Two workers on two GPUs against one, and with a shared Redis tier against without.
 
     python tests/benchmarks/bench_pair.py --shape 4b --devices 0,1 [--out FILE]
+    python tests/benchmarks/bench_pair.py --shape 4b --devices 0,0 --pool two --pool tier
     python tests/benchmarks/bench_pair.py --quick
 
 Three pools, each with a server of its own, compute the rows of a workload in turns: ``one`` worker,
@@ -12,6 +13,9 @@ behind examples of their own, ``gsm8k`` the file's rows behind its eight example
 only this turn has. Timed is from the moment at which the first row is running to the one at which
 the last has ended. With --trace each line has the shares of that time which the workers spent on
 each phase; tracing takes time itself. Exit code 1 when rows are missing, failed or too short.
+
+--pool leaves the other pools out. Two workers on one GPU (``--devices 0,0``) share its memory and
+its time. They show what the tier costs, and not what a second GPU brings.
 """
 
 from __future__ import annotations
@@ -59,11 +63,11 @@ def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bo
     found |= {"shape": args.shape, "settings": settings, "workloads": {}}
     is_good = True
     for workload in args.workload:
-        pools = found["workloads"].setdefault(workload, {name: [] for name in POOLS})
+        pools = found["workloads"].setdefault(workload, {name: [] for name in args.pool})
         before = written(folder, workload, BEFORE, args)[0]
         for turn in range(args.repeats):
             file, rows, generated = written(folder, workload, turn, args)
-            for name in list(POOLS)[:: -1 if turn % 2 else 1]:
+            for name in args.pool[:: -1 if turn % 2 else 1]:
                 has_tier = name == "tier"
                 options = {"is_observed": args.trace, "has_tier": has_tier}
                 with Product(lines, model, devices, kept, **options) as pool:
@@ -91,14 +95,17 @@ def written(
 def table(workload: str, pools: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Medians of the pools, and of the ratios of the turns."""
     seconds = {name: [once["seconds"] for once in runs] for name, runs in pools.items() if runs}
-    if len(seconds) < len(POOLS):
+    if len(seconds) < len(pools):
         return [f"{workload}: not every pool was measured"]
-    lines = [f"{workload}: {pools['one'][0]['rows']:,} rows a turn"]
+    lines = [f"{workload}: {next(iter(pools.values()))[0]['rows']:,} rows a turn"]
     for name, runs in seconds.items():
         cached = statistics.median(once["cached"] for once in pools[name])
         lines.append(f"{name:<6}{statistics.median(runs):>8.2f} s{cached:>12,.0f} cached tokens")
-    lines.append(f"the tier has {pools['tier'][-1]['blocks']:,} blocks and leases")
+    if "tier" in pools:
+        lines.append(f"the tier has {pools['tier'][-1]['blocks']:,} blocks and leases")
     for above, below in RATIOS:
+        if not {above, below} <= pools.keys():
+            continue
         ratios = [a / b for a, b in zip(seconds[above], seconds[below], strict=False)]
         shown = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
         lines.append(f"{above} / {below}: {statistics.median(ratios):.2f} ({shown})")
@@ -109,10 +116,12 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_workers(parser)
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
+    parser.add_argument("--pool", action="append", choices=POOLS, help="[all three]")
     parser.add_argument("--rows", type=int, help="of gsm8k [320]")
     parser.add_argument("--trace", action="store_true", help="say what the workers did; it costs")
     args = parsed(parser, rows=320, quick_rows=20)
     args.workload = args.workload or ["shared"]
+    args.pool = [name for name in POOLS if name in (args.pool or POOLS)]
     return args
 
 
