@@ -333,6 +333,11 @@ def test_template_variables() -> None:
 # ---- parameters ----
 
 
+def test_a_top_p_of_0_is_taken() -> None:
+    """As OpenAI's API has it, and clients send it."""
+    assert params_of(top_p=0).top_p == 0 and params_of(top_p=0.0).top_p == 0
+
+
 def test_every_parameter_is_honoured() -> None:
     """All fields that batchkv knows arrive as they were said."""
     params = params_of(

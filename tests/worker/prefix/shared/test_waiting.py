@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,21 @@ def step_until(engine: Engine, is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "it never came to be"
         engine.step()
+
+
+def test_nobody_waits_longer_for_another_worker_than_computing_takes_twice(tmp_path: Path) -> None:
+    """On a fast GPU that is less than the time between two looks."""
+    way = replace(access(on_disk(tmp_path)), writes=worth.NEEDED)
+    one = row("0", SHARED)
+    with running(tiny_models.build("llama"), way) as engine:
+        assert isinstance(engine.client, client.StoreClient)
+        engine.submit_row(one)
+        limit = partial(engine.client._held_limit, one, 0)
+        assert limit() == way.held_seconds  # how long it takes is not known
+        engine.client.observe_prefill(4096, 4096 / 50_000)
+        assert limit() == pytest.approx(2 * 512 / 50_000)
+        engine.client._store.gate._seconds_per_token.value = 1.0
+        assert limit() == way.held_seconds
 
 
 def tails(count: int) -> list[list[int]]:

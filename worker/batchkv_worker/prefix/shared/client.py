@@ -36,7 +36,7 @@ from batchkv_worker.prefix.shared.fetch import (
 )
 from batchkv_worker.prefix.shared.identity import manifest
 from batchkv_worker.prefix.shared.outbox import Outbox
-from batchkv_worker.prefix.shared.pending import RETRY_SECONDS, PendingLookup, PendingLookups
+from batchkv_worker.prefix.shared.pending import PendingLookup, PendingLookups
 from batchkv_worker.prefix.shared.worth import ALL, NEEDED, Worth
 from batchkv_worker.sequence import Fetch, FetchState, Sequence
 
@@ -172,13 +172,13 @@ class StoreClient(PrefixClient):
         """Seconds to wait for another worker that makes no progress.
 
         It may have the lease on a row that it computes much later. So the wait is no more than
-        twice the time that computing takes here.
+        twice the time that computing takes here: on a fast GPU, less than until the next look.
         """
         num_tokens = (len(row.block_keys) - depth) * BLOCK_TOKENS
         seconds = self._store.gate.prefill_seconds(num_tokens)
         if seconds is None or self._access.writes != NEEDED:
             return self._access.held_seconds
-        return min(self._access.held_seconds, max(2 * RETRY_SECONDS, 2 * seconds))
+        return min(self._access.held_seconds, 2 * seconds)
 
     def _see_held(self, fetch: Fetch, depth: int, now: float) -> None:
         """Note since when another worker's lease on the row's next block has made no progress."""
