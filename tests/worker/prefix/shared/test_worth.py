@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from batchkv_cache_store.lease import LocalLeases
 from batchkv_cache_store.tiers.base import Put
 from batchkv_cache_store.tiers.memory import MemoryTier
 from batchkv_worker.engine.engine import Engine
-from batchkv_worker.prefix.shared import outbox
+from batchkv_worker.prefix.shared import outbox, worth
 from batchkv_worker.prefix.shared.worth import MOST_EMPTY
 from batchkv_worker.sequence import Generation
 from batchkv_worker.sequence import Sequence as Row
@@ -165,6 +166,26 @@ def test_lookups_that_find_nothing_become_rare() -> None:
         found = counters(engine)
         assert found["lookups"] == found["lookups_empty"] == MOST_EMPTY
         assert found["lookups_spared"] == count - MOST_EMPTY
+
+
+def test_what_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of so many rows, and not more often than every TRY_SECONDS, by reading and by writing."""
+    now = [1000.0]
+    monkeypatch.setattr(worth, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tier = FarTier()
+    with engine_on(tier, rate=1.0) as engine:
+        policy = engine.client._worth  # type: ignore[attr-defined]
+        one = Row("0", PROMPT, Generation(2), num_common=768, num_elsewhere=768)
+        one.block_keys = [bytes([n]) * 32 for n in range(3)]
+
+        def tries(of: Callable[[Row, int], bool]) -> list[int]:
+            return [number for number in range(4 * worth.TRY_EVERY) if of(one, 0)]
+
+        for of in (policy.may_be_far, policy.is_for_far):
+            assert tries(of) == [worth.TRY_EVERY - 1]
+            assert tries(of) == []
+            now[0] += worth.TRY_SECONDS
+            assert tries(of) == [worth.TRY_EVERY - 1]
 
 
 def test_a_prefix_of_an_earlier_batch_is_found() -> None:

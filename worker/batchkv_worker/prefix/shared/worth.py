@@ -6,10 +6,12 @@ quicker than computing there. A prefix of a run that this worker has alone is of
 
 Far tiers are looked up for what rows elsewhere begin with. Earlier batches may have left other
 blocks there. These are looked up, too, until several such lookups in a row have found nothing;
-then few of them are.
+then few of them are. Where loading does not pay, fewer still are, by time: each makes a row wait.
 """
 
 from __future__ import annotations
+
+import time
 
 from batchkv_cache_store.keys import BLOCK_TOKENS
 from batchkv_cache_store.store import Store
@@ -19,6 +21,7 @@ from batchkv_worker.sequence import Sequence
 NEEDED, SHARED, ALL = "needed", "shared", "all"  # as the setting ``cache_write`` has it
 MOST_EMPTY = 4  # lookups in a row that found nothing, for what only earlier batches may have left
 TRY_EVERY = 16  # of what is not expected to pay or to be there, so many are one try
+TRY_SECONDS = 2.0  # at least between two tries of what does not pay: a fast engine has many rows
 
 
 class Worth:
@@ -31,6 +34,7 @@ class Worth:
         self._num_empty = 0
         self._num_unlikely = 0
         self._num_left = 0
+        self._read_at = self._written_at = -TRY_SECONDS  # the last tries of what does not pay
         self.uses: Uses[bytes] = Uses()  # of the rows that wait here
 
     def num_shared(self, row: Sequence, num_own: int = 0) -> int:
@@ -73,7 +77,12 @@ class Worth:
         if self.pays(row) is not False:
             return True
         self._num_left += number == 0
-        return number == 0 and self._num_left % TRY_EVERY == 0
+        now = time.monotonic()
+        is_due = now >= self._written_at + TRY_SECONDS and self._num_left % TRY_EVERY == 0
+        if number == 0 and is_due:
+            self._written_at = now
+            return True
+        return False
 
     def may_be_far(self, row: Sequence, depth: int) -> bool:
         """Whether to look into far tiers for what follows a row's first ``depth`` blocks."""
@@ -81,11 +90,18 @@ class Worth:
             return False
         if self._writes == ALL:
             return True
-        if depth < self.num_elsewhere(row, num_own=1) and self.pays(row) is not False:
+        pays = self.pays(row)
+        if depth < self.num_elsewhere(row, num_own=1) and pays is not False:
             return True
         self._num_unlikely += 1
-        has_hope = self._num_empty < MOST_EMPTY and self.pays(row) is not False
-        return has_hope or self._num_unlikely % TRY_EVERY == 0
+        is_try = self._num_unlikely % TRY_EVERY == 0
+        if pays is not False:
+            return is_try or self._num_empty < MOST_EMPTY
+        now = time.monotonic()
+        if is_try and now >= self._read_at + TRY_SECONDS:
+            self._read_at = now
+            return True
+        return False
 
     def note_lookup(self, *, has_found: bool) -> None:
         """A lookup in far tiers has ended."""
