@@ -98,6 +98,8 @@ def doubted_of(guide: Guide | None, allowed: Mask) -> tuple[int, ...]:
     if isinstance(guide, AllOf):
         return next(filter(None, (doubted_of(one, allowed) for one in guide.guides)), ())
     found: tuple[int, ...] = getattr(guide, "doubted", ())
+    if not found:
+        return ()
     others = allowed.copy()
     forbid(others, found[:1])
     return found if others.any() else ()

@@ -24,6 +24,23 @@ TRY_EVERY = 16  # of what is not expected to pay or to be there, so many are one
 TRY_SECONDS = 2.0  # at least between two tries of what does not pay: a fast engine has many rows
 
 
+class _Tries:
+    """One of ``TRY_EVERY`` chances is a try, but not sooner than ``TRY_SECONDS`` after the last."""
+
+    def __init__(self) -> None:
+        self._num_chances = 0
+        self._last = -TRY_SECONDS
+
+    def is_next(self) -> bool:
+        """Count a chance, and say whether it is a try."""
+        self._num_chances += 1
+        now = time.monotonic()
+        if self._num_chances % TRY_EVERY or now < self._last + TRY_SECONDS:
+            return False
+        self._last = now
+        return True
+
+
 class Worth:
     """The policy of one engine. ``block_bytes``: of a block, all kinds together."""
 
@@ -33,8 +50,7 @@ class Worth:
         self._writes = writes
         self._num_empty = 0
         self._num_unlikely = 0
-        self._num_left = 0
-        self._read_at = self._written_at = -TRY_SECONDS  # the last tries of what does not pay
+        self._reads, self._writes_far = _Tries(), _Tries()  # of what does not pay
         self.uses: Uses[bytes] = Uses()  # of the rows that wait here
 
     def num_shared(self, row: Sequence, num_own: int = 0) -> int:
@@ -76,13 +92,7 @@ class Worth:
             return False
         if self.pays(row) is not False:
             return True
-        self._num_left += number == 0
-        now = time.monotonic()
-        is_due = now >= self._written_at + TRY_SECONDS and self._num_left % TRY_EVERY == 0
-        if number == 0 and is_due:
-            self._written_at = now
-            return True
-        return False
+        return number == 0 and self._writes_far.is_next()
 
     def may_be_far(self, row: Sequence, depth: int) -> bool:
         """Whether to look into far tiers for what follows a row's first ``depth`` blocks."""
@@ -93,15 +103,10 @@ class Worth:
         pays = self.pays(row)
         if depth < self.num_elsewhere(row, num_own=1) and pays is not False:
             return True
+        if pays is False:
+            return self._reads.is_next()
         self._num_unlikely += 1
-        is_try = self._num_unlikely % TRY_EVERY == 0
-        if pays is not False:
-            return is_try or self._num_empty < MOST_EMPTY
-        now = time.monotonic()
-        if is_try and now >= self._read_at + TRY_SECONDS:
-            self._read_at = now
-            return True
-        return False
+        return self._num_empty < MOST_EMPTY or self._num_unlikely % TRY_EVERY == 0
 
     def note_lookup(self, *, has_found: bool) -> None:
         """A lookup in far tiers has ended."""
