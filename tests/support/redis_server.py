@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -98,6 +99,17 @@ def redis_binary() -> str | None:
 
         return str(REDIS_SERVER_PATH)
     return shutil.which("redis-server")
+
+
+# Programs for tests of what Valkey, which is None here, and Redis do differently.
+BINARIES = [
+    pytest.param(None, id="valkey"),
+    pytest.param(
+        redis_binary(),
+        id="redis",
+        marks=pytest.mark.skipif(redis_binary() is None, reason="needs redis-server"),
+    ),
+]
 
 
 @contextmanager

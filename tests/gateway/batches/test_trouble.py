@@ -35,7 +35,7 @@ from batchkv_gateway.keys.store import KeyStore
 from batchkv_gateway.settings import GatewaySettings
 from batchkv_producer import Client
 from support.gateway import Gateway, chat_file, running_gateway, working
-from support.redis_server import RedisServer, redis_binary, running_server
+from support.redis_server import BINARIES, RedisServer, running_server
 
 URL = "/v1/chat/completions"
 OVER = ("failed", "completed", "expired", "cancelled")
@@ -252,13 +252,9 @@ def test_a_full_disk_delays_the_files_of_a_batch(
     assert files.folder.content(files.find("o", done.output_file_id).content_name).is_file()
 
 
-@pytest.mark.parametrize("binary", [None, redis_binary()], ids=["valkey", "redis"])
-def test_a_full_server_is_named(
-    binary: str | None, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("binary", BINARIES)
+def test_a_full_server_is_named(binary: str | None, tmp_path: Path) -> None:
     """What needs room is 507 and says what to do. Batches are shown and forgotten."""
-    if "redis" in request.node.name and binary is None:
-        pytest.skip("needs redis-server")
     with (
         running_server("--maxmemory-policy", "noeviction", binary=binary) as server,
         running_gateway(server.url, tmp_path / "home") as gateway,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -19,7 +21,9 @@ from redis import Redis
 
 from batchkv_gateway.keys.caller import salt_of
 from batchkv_gateway.keys.store import LOCAL, KeyStore
+from batchkv_gateway.live.calls import LAST_SECONDS, Calls
 from batchkv_gateway.live.chunks import Chunks
+from batchkv_gateway.stopping import Stopping
 from batchkv_producer.live import Piece
 from batchkv_producer.monitor.hosts import HostMoves
 from batchkv_producer.results.bodies import made_by
@@ -114,6 +118,16 @@ def test_log_probabilities_come_with_their_text(gateway: Gateway, worker: LiveWo
     assert found.delta.content == "It rains."
     assert [one.logprob for one in found.logprobs.content] == [-0.5, -2.0]
     assert [one.token for one in found.logprobs.content[0].top_logprobs] == ["It", "So"]
+
+
+def test_the_last_model_is_known_for_a_while() -> None:
+    """A call without a model is for it, as long as a worker that ended counts as away."""
+    calls = Calls(Mock(), Stopping())
+    assert calls.last_model == ""
+    calls._last = "m", time.monotonic()
+    assert calls.last_model == "m"
+    calls._last = "m", time.monotonic() - LAST_SECONDS
+    assert calls.last_model == ""
 
 
 @pytest.mark.parametrize("has_usage", [False, True])

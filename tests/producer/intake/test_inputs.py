@@ -57,9 +57,9 @@ def rows_of(connection: Redis, batch_id: str) -> dict[int, tuple[str, str | None
 @pytest.mark.parametrize("is_stdin", [False, True])
 @pytest.mark.parametrize("change", ["grow", "shrink", "same size"])
 def test_a_file_that_changes_while_it_is_read_is_refused(
-    redis_connection: Redis, write_lines: Write, change: str, is_stdin: bool, redis_url: str
+    write_lines: Write, change: str, is_stdin: bool
 ) -> None:
-    """Its first part would be queued without a word. Nothing is queued."""
+    """Its first part would be queued without a word."""
     source = write_lines(*[{"prompt": f"p{n}"} for n in range(50)])
     before = source.stat()
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns - 10**9))

@@ -26,7 +26,7 @@ from batchkv_producer.wire.batch_options import BatchOptions
 from batchkv_producer.wire.job import Result as RowResult
 from batchkv_producer.wire.job import decode_job, encode_result
 from batchkv_producer.wire.transitions import JobResult, Pulled, Transitions
-from support.redis_server import RedisServer, redis_binary, running_server
+from support.redis_server import BINARIES, RedisServer, running_server
 from support.worker_harness import WorkerProcess, wait_until, workers
 from support.worker_harness import submit as submit_fake
 
@@ -261,13 +261,10 @@ def test_a_worker_drops_forgotten_rows_and_takes_others(
 # ---- a server that is full ----
 
 
-@pytest.fixture(params=["valkey", "redis"])
+@pytest.fixture(params=BINARIES)
 def full(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """A server of its own, whose memory a test fills: Valkey, and Redis."""
-    binary = redis_binary() if request.param == "redis" else None
-    if request.param == "redis" and binary is None:
-        pytest.skip("needs redis-server")
-    with running_server("--maxmemory-policy", "noeviction", binary=binary) as server:
+    with running_server("--maxmemory-policy", "noeviction", binary=request.param) as server:
         yield server
 
 
