@@ -205,7 +205,7 @@ class HasProgress(EngineLike, Protocol):
 
 @runtime_checkable
 class PreparesAhead(EngineLike, Protocol):
-    """An engine whose rows may be prepared on another thread, while it computes.
+    """An engine whose rows may be prepared on other threads, while it computes.
 
     ``prepares_ahead``: whether its tokenizer allows that; otherwise rows come by ``add`` alone.
     """
@@ -216,7 +216,7 @@ class PreparesAhead(EngineLike, Protocol):
     def prepare(self, work: Work) -> Callable[[], None]:
         """Do all of ``add`` that needs no MLX and changes no state of the engine.
 
-        From another thread, one row at a time. The engine's thread then calls what it returns:
+        From other threads, from several at once. The engine's thread then calls what it returns:
         this adds the row, or refuses it.
         """
         ...

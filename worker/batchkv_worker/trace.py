@@ -1,8 +1,9 @@
 """Records a worker's time by phase, in Chrome's trace format (``--trace FILE``).
 
 Each thread has a track and is in one phase at a time. So the phases of a track sum to the life of
-its thread. The file is a JSON array whose end is written last. Perfetto and chrome://tracing also
-read a file without its end, as a killed worker leaves it.
+its thread. The threads that prepare rows share a track, which is in their phase while any of them
+is. The file is a JSON array whose end is written last. Perfetto and chrome://tracing also read a
+file without its end, as a killed worker leaves it.
 
 A long stretch of one phase is an event. Short stretches that alternate are merged: a second of them
 becomes one event for each phase, in the order of their first stretches. An event is as long as all

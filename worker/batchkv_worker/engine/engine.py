@@ -142,7 +142,7 @@ class Engine:
         self.prepare(work)()
 
     def prepare(self, work: Work) -> Callable[[], None]:
-        """Make a row, on any one thread. What is returned queues it, on the engine's thread."""
+        """Make a row, on any thread. What is returned queues it, on the engine's thread."""
         try:
             shared = self.client.counts_shared
             made = self._preparing.prepare(work, counts_shared=shared)

@@ -1,7 +1,7 @@
 """The engine on its own thread, the only one that touches MLX.
 
 The main thread puts orders into the inbox (``add``, ``cancel``, ``stop``) and reads lists of
-notices from the outbox. Another thread prepares the rows of the inbox, if the engine allows that.
+notices from the outbox. Other threads prepare the rows of the inbox, if the engine allows that.
 The engine waits only for its inbox, and only while it is idle or begins. It does not know Redis. A
 slow main thread only lets the outbox grow. Events of live rows do not go through it: ``on_live``
 gets them on the engine's thread.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from batchkv_producer.wire.maker import NOBODY, Maker
-from batchkv_worker.engine.orders.ahead import Ahead
+from batchkv_worker.engine.orders.ahead import Ahead, num_threads
 from batchkv_worker.engine.orders.inbox import (
     Cancel,
     Failed,
@@ -249,7 +249,7 @@ class EngineThread:
         if isinstance(engine, HasProgress):
             self._read_progress = engine.progress
         if isinstance(engine, PreparesAhead) and engine.prepares_ahead:
-            self._ahead = Ahead(self._inbox, engine.prepare)
+            self._ahead = Ahead(self._inbox, engine.prepare, num_threads())
             self._ahead.start()
         self._outbox.put((Ready(),))
         while self._take_orders(engine):
@@ -316,7 +316,7 @@ class EngineThread:
             case Serve(adapter):
                 self._exchange(engine, adapter)
             case Failed(error):
-                reason = f"the thread that prepares rows ended: {type(error).__name__}: {error}"
+                reason = f"a thread that prepares rows ended: {type(error).__name__}: {error}"
                 raise RuntimeError(reason) from error
             case Row(work, add):
                 if work.is_live:

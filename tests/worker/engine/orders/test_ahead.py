@@ -1,10 +1,11 @@
-"""Rows are prepared on another thread while the engine computes, and nothing else changes."""
+"""Rows are prepared on other threads while the engine computes, and nothing else changes."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from batchkv_producer.wire.job import Request, SamplingParams
 from batchkv_worker.engine import thread
 from batchkv_worker.engine.engine import Engine, EngineConfig
+from batchkv_worker.engine.orders import ahead
 from batchkv_worker.engine.thread import EngineThread, Notice, Ready
 from batchkv_worker.events import (
     Completed,
@@ -24,6 +26,7 @@ from batchkv_worker.events import (
     Rejected,
     Work,
 )
+from batchkv_worker.trace import IDLE, PREPARE
 from support import tiny_models
 from support.fake_engine import FakeEngine, FakePlan
 
@@ -64,6 +67,16 @@ class Gated(FakeEngine):
     def step(self) -> list[Event]:
         self.held.append(len(self.seen))
         return super().step()
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepares rows, however many processors there are. Tests of several ask for them."""
+    use_threads(monkeypatch, 1)
+
+
+def use_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(thread, "num_threads", lambda: count)
 
 
 @contextmanager
@@ -160,7 +173,7 @@ def test_an_engine_whose_tokenizer_holds_the_interpreter_prepares_rows_itself() 
         engine.add([work("a", "1 2 3")])
         [event] = collect(engine, 1)
         assert isinstance(event, Completed)
-        assert "batchkv-ahead" not in {one.name for one in threading.enumerate()}
+        assert not any(one.name.startswith("batchkv-ahead") for one in threading.enumerate())
 
 
 def test_rows_come_to_the_engine_in_their_order() -> None:
@@ -180,7 +193,115 @@ def test_rows_come_to_the_engine_in_their_order() -> None:
         engine.add(works(*names[7:]))
         collect(engine, 20)
         assert built.seen == built.begun == names
-    assert threads == {"batchkv-ahead"}
+    assert threads == {"batchkv-ahead-0"}
+
+
+def test_rows_of_several_threads_come_to_the_engine_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four prompts at once. The first ones take longest."""
+    use_threads(monkeypatch, 4)
+    at_once = threading.Barrier(4)
+
+    class Watching(Gated):
+        def prepare(self, work: Work) -> Callable[[], None]:
+            number = int(work.job_id)
+            if number < 4:
+                at_once.wait(20)  # none goes on alone
+                time.sleep(0.02 * (4 - number))
+            return super().prepare(work)
+
+    built = Watching()
+    built.let(40)
+    with running(built) as engine:
+        names = [str(number) for number in range(40)]
+        engine.add(works(*names))
+        collect(engine, 40)
+        assert built.seen == names
+
+
+def test_several_threads_make_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of a chat template, answers with a format, calls, and stop strings, all at once,
+    with a real tokenizer: the rows are those that one thread makes."""
+    engine = tiny_engine()
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    asked = [
+        Work(
+            f"{number}",
+            Request(
+                f"{number}",
+                "chat",
+                messages=[{"role": "user", "content": f"row {number} " + "words " * number}],
+                params=SamplingParams(max_tokens=8, stop=("end",), bad_words=("no",)),
+                tools=tools if number % 3 == 0 else None,
+                tool_choice="required" if number % 3 == 0 else None,
+            ),
+        )
+        for number in range(60)
+    ]
+    monkeypatch.setattr(engine, "submit_row", lambda row, *rest: made.append((row, *rest)))
+
+    def facts(row: Any, *rest: Any) -> Any:
+        return row.job_id, row.prompt, row.generation, type(row.reader), rest
+
+    made: list[Any] = []
+    for one in asked:
+        engine.prepare(one)()
+    want = [facts(*one) for one in made]
+    assert len({tuple(prompt) for _, prompt, *_ in want}) == 60
+    made.clear()
+    with ThreadPoolExecutor(4) as threads:
+        for add in threads.map(engine.prepare, asked):
+            add()
+    assert [facts(*one) for one in made] == want
+    engine.close()
+
+
+@pytest.mark.parametrize("fault", [ValueError("no"), SystemExit(3)])
+def test_the_end_of_one_of_several_threads_is_the_engines_death(
+    monkeypatch: pytest.MonkeyPatch, fault: BaseException
+) -> None:
+    """While the others prepare; they end with the engine."""
+    use_threads(monkeypatch, 3)
+
+    class Broken(Gated):
+        def prepare(self, work: Work) -> Callable[[], None]:
+            if work.job_id == "bad":
+                raise fault
+            return super().prepare(work)
+
+    built = Broken()
+    with running(built) as engine:
+        engine.add(works("held", "bad", "late"))
+        [death] = collect(engine, 1)
+        assert isinstance(death, EngineDied)
+        built.let(3)
+        until(lambda: engine.join(20))
+
+
+def test_a_machine_with_few_processors_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each four processors, and four at most."""
+    for cpus, want in ((None, 1), (1, 1), (4, 1), (8, 2), (10, 2), (16, 4), (128, 4)):
+        monkeypatch.setattr(ahead.os, "cpu_count", lambda cpus=cpus: cpus)
+        assert ahead.num_threads() == want
+
+
+def test_the_trace_of_several_threads_is_one_track(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its phase is prepare while any thread prepares a row."""
+    use_threads(monkeypatch, 2)
+    phases: list[str | None] = []
+    monkeypatch.setattr(ahead.AHEAD, "enter", phases.append)
+    built = Gated()
+    with running(built) as engine:
+        engine.add(works("a", "b"))
+        until(lambda: len(built.begun) == 2)
+        built.let(1)
+        collect(engine, 1)
+        assert set(phases[1:]) == {PREPARE}
+        built.let(1)
+        collect(engine, 1)
+        until(lambda: phases[-1] == IDLE)
+    assert phases[0] == IDLE and phases[-1] is None
 
 
 def test_live_rows_are_prepared_before_rows_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:

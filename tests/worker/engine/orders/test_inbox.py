@@ -9,7 +9,16 @@ import time
 import pytest
 
 from batchkv_producer.wire.job import Request, SamplingParams
-from batchkv_worker.engine.orders.inbox import Cancel, Failed, Inbox, Recall, Row, Serve, Stop
+from batchkv_worker.engine.orders.inbox import (
+    Cancel,
+    Failed,
+    Inbox,
+    Recall,
+    Row,
+    Serve,
+    Stop,
+    Taken,
+)
 from batchkv_worker.events import Work
 
 
@@ -32,8 +41,19 @@ def ahead() -> Inbox:
 
 def prepare(inbox: Inbox, count: int = 1) -> None:
     for _ in range(count):
-        assert inbox.next_raw() is not None
-        inbox.put(lambda: None)
+        put(inbox, taken(inbox))
+
+
+def taken(inbox: Inbox) -> Taken:
+    """The next row to prepare."""
+    found = inbox.next_raw()
+    assert found is not None
+    return found
+
+
+def put(inbox: Inbox, *prepared: Taken) -> None:
+    for one in prepared:
+        inbox.put(one, lambda: None)
 
 
 def rows(inbox: Inbox) -> list[str]:
@@ -87,14 +107,78 @@ def test_a_row_is_dropped_wherever_it_is() -> None:
     inbox = ahead()
     inbox.add(works("ready", "current", "raw", "left"))
     prepare(inbox)
-    assert inbox.next_raw() == work("current")
+    current = taken(inbox)
+    assert current.work == work("current")
     for name in ("ready", "current", "raw"):
         inbox.cancel(name)
     assert inbox.num_rows == 1
-    inbox.put(lambda: None)
+    put(inbox, current)
     assert rows(inbox) == []
     prepare(inbox)
     assert rows(inbox) == ["left"]
+
+
+def test_rows_that_are_prepared_at_once_come_in_their_order() -> None:
+    """Whichever is prepared first. One that was dropped is not waited for once it is prepared."""
+    inbox = ahead()
+    inbox.add(works("a", "b", "c", "d"))
+    a, b, c, d = (taken(inbox) for _ in range(4))
+    assert (inbox.num_raw, inbox.num_rows) == (4, 4)
+    put(inbox, b, c)
+    assert (inbox.num_raw, inbox.num_rows, inbox.num_prepared) == (4, 4, 2)
+    assert rows(inbox) == []
+    inbox.cancel("c")
+    put(inbox, a)
+    assert (inbox.num_raw, inbox.num_rows) == (1, 3)
+    assert rows(inbox) == ["a", "b"]
+    put(inbox, d)
+    assert rows(inbox) == ["d"]
+
+
+def test_a_live_row_waits_for_no_row_of_a_batch() -> None:
+    """Long prompts of a batch are being prepared when it comes. Two live rows keep their order."""
+    inbox = ahead()
+    inbox.add(works("long"))
+    long = taken(inbox)
+    inbox.add([work("b"), work("l1", is_live=True), work("l2", is_live=True)])
+    first, second, other = (taken(inbox) for _ in range(3))
+    assert [one.work.job_id for one in (first, second, other)] == ["l1", "l2", "b"]
+    put(inbox, second, other)
+    assert rows(inbox) == []
+    put(inbox, first)
+    assert rows(inbox) == ["l1", "l2"]
+    put(inbox, long)
+    assert rows(inbox) == ["long", "b"]
+
+
+def test_rows_that_are_prepared_at_once_are_recalled_the_last_first() -> None:
+    """Also those that are prepared and wait for one before them. Each is recalled once."""
+    inbox = ahead()
+    inbox.add(works("a", "b", "c"))
+    held = [taken(inbox) for _ in range(3)]
+    put(inbox, held[1])
+    every = Recall(("a", "b", "c"), 2)
+    assert inbox.recall(every) == (["c", "b"], 0)
+    assert inbox.recall(every) == (["a"], 1)
+    put(inbox, held[0], held[2])
+    assert rows(inbox) == [] and inbox.num_rows == 0
+
+
+def test_a_row_comes_again_while_the_dropped_one_is_still_prepared() -> None:
+    """The engine gets the new one alone."""
+    inbox = ahead()
+    inbox.add(works("a"))
+    old = taken(inbox)
+    inbox.cancel("a")
+    inbox.add(works("a"))
+    new, done = taken(inbox), list[str]()
+    inbox.put(new, lambda: done.append("new"))
+    assert inbox.next() is None  # the old one holds it up until it is prepared
+    inbox.put(old, lambda: done.append("old"))
+    order = inbox.next()
+    assert isinstance(order, Row) and order.add is not None
+    order.add()
+    assert done == ["new"] and inbox.next() is None
 
 
 def test_a_row_may_come_again_after_it_was_cancelled() -> None:
@@ -115,10 +199,11 @@ def test_a_recall_takes_the_last_rows_first() -> None:
     inbox = ahead()
     inbox.add([*works("ready", "kept", "current", "raw"), work("many", n=3), work("last")])
     prepare(inbox, 2)
-    assert inbox.next_raw() == work("current")
+    current = taken(inbox)
+    assert current.work == work("current")
     wanted = ("ready", "current", "raw", "many", "last", "unknown")
     assert inbox.recall(Recall(wanted, 3)) == (["last", "raw", "current"], 0)
-    inbox.put(lambda: None)
+    put(inbox, current)
     assert inbox.recall(Recall(wanted, 4)) == (["many", "ready"], 0)
     assert inbox.recall(Recall(wanted, 4)) == ([], 4)
     assert rows(inbox) == ["kept"]
@@ -157,10 +242,10 @@ def test_after_a_stop_no_row_is_prepared() -> None:
     for end in (lambda one: one.give(Stop()), Inbox.close):
         inbox = ahead()
         inbox.add(works("a", "b"))
-        assert inbox.next_raw() == work("a")
+        current = taken(inbox)
         end(inbox)
         assert inbox.next_raw() is None
-    inbox.put(lambda: None)
+    put(inbox, current)
     assert inbox.num_rows == 0
     assert inbox.next() is None
 

@@ -39,15 +39,17 @@ class ForcedCalls:
         self._kept: dict[str, Constraint] = {}
 
     def constraint(self, request: Request) -> Constraint:
-        """What the answer of a row has to match; raises RowRefused."""
+        """What the answer of a row has to match; raises RowRefused. Any thread may ask."""
         tools, choice = request.tools or [], request.tool_choice or ""
         is_single = request.parallel_tool_calls is False
         key = json.dumps([tools, choice, is_single])
-        if key not in self._kept:
+        found = self._kept.get(key)
+        if found is None:
+            found = forced_call(tools, choice, self._form, is_single=is_single)
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
-            self._kept[key] = forced_call(tools, choice, self._form, is_single=is_single)
-        return self._kept[key]
+            self._kept[key] = found
+        return found
 
 
 def forced_call(

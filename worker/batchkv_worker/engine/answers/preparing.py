@@ -1,6 +1,6 @@
 """All that is done for a row before it comes to the engine: its tokens, and what its answer needs.
 
-It needs neither MLX nor the state of the engine, so another thread may do it meanwhile.
+It needs neither MLX nor the state of the engine, so other threads may do it meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from batchkv_worker.sequence import Sequence
 
 
 class Preparing:
-    """Prepares rows, one at a time.
+    """Prepares rows.
 
-    ``is_free``: whether this may happen on another thread, while the engine's makes texts of
-    tokens. Tokenizers of native code may be read by several threads, and let others run meanwhile.
+    ``is_free``: whether this may happen on other threads, on several at once, while the engine's
+    makes texts of tokens. Tokenizers of native code may be read by several threads, and let others
+    run meanwhile.
     Their settings must stay: transformers makes them with the first text, which is done here.
     """
 

@@ -1,1 +1,1 @@
-"""What the engine's thread is told, and the thread that prepares rows ahead of it. No MLX."""
+"""What the engine's thread is told, and the threads that prepare rows ahead of it. No MLX."""

@@ -1,7 +1,8 @@
 """The orders to an engine, and the rows on their way to it. Any thread may call it.
 
-A row goes from ``add`` to the thread that prepares it (``ahead``), and from there to the engine's
-thread. An engine that does not prepare ahead gets it at once. Rows that somebody waits for go
+A row goes from ``add`` to a thread that prepares it (``ahead``), and from there to the engine's
+thread. An engine that does not prepare ahead gets it at once. Several rows may be prepared at once.
+They come to the engine in the order in which they were added. Rows that somebody waits for go
 before all others. All other orders overtake rows. So each of them sees every row that was added
 before it, wherever that row is: here or in the engine. A row that is cancelled here never comes to
 the engine. So rows may come again after they were cancelled.
@@ -55,7 +56,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The thread that prepares rows has ended by itself."""
+    """A thread that prepares rows has ended by itself."""
 
     error: BaseException
 
@@ -68,6 +69,19 @@ class Row:
     add: Add | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Taken:
+    """A row that a thread prepares, until all that were taken before it are prepared, too."""
+
+    row: Row
+    add: Add | None = None  # None: it is still being prepared
+    is_dropped: bool = False  # the engine will not get it
+
+    @property
+    def work(self) -> Work:
+        return self.row.work
+
+
 Order = Cancel | Recall | Serve | Stop | Failed | Row
 
 
@@ -78,7 +92,7 @@ class Inbox:
         self._changed = threading.Condition()  # and the lock of all below
         self._orders: deque[Cancel | Recall | Serve | Stop | Failed] = deque()
         self._raw, self._ready = _Rows(), _Rows()  # to be prepared; to be added
-        self._current: Row | None = None  # is being prepared; None also if it was dropped
+        self._taken = _TakenRows()
         self._is_ahead = self._is_stopped = False
         self.num_prepared = 0
 
@@ -113,8 +127,8 @@ class Inbox:
 
     @property
     def num_raw(self) -> int:
-        """How many rows are not prepared yet. 0 if the engine prepares them itself."""
-        return len(self._raw) + (self._current is not None)
+        """How many rows cannot be added yet. 0 if the engine prepares them itself."""
+        return len(self._raw) + len(self._taken)
 
     # -- called by the engine's thread
 
@@ -143,8 +157,7 @@ class Inbox:
         """Drop rows that are here, the last first. Returns their ids, and what the count leaves."""
         wanted, left, found = {*order.job_ids}, order.count, []
         with self._changed:
-            current = [self._current] if self._current else []
-            for row in [*reversed(self._raw), *current, *reversed(self._ready)]:
+            for row in [*reversed(self._raw), *reversed(self._taken), *reversed(self._ready)]:
                 job_id, num_choices = row.work.job_id, row.work.num_choices
                 if job_id in wanted and num_choices <= left and self._drop(job_id):
                     left -= num_choices
@@ -152,29 +165,26 @@ class Inbox:
             self._changed.notify_all()
         return found, left
 
-    # -- called by the thread that prepares rows
+    # -- called by the threads that prepare rows
 
     def begin_ahead(self) -> None:
-        """From now on another thread prepares the rows, those that are here, too."""
+        """From now on other threads prepare the rows, those that are here, too."""
         with self._changed:
             self._raw, self._ready, self._is_ahead = self._ready, self._raw, True
 
-    def next_raw(self) -> Work | None:
+    def next_raw(self) -> Taken | None:
         """The next row to prepare, after waiting for it; None: stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or bool(self._raw))
-            if self._is_stopped:
-                return None
-            self._current = self._raw.take()
-            return self._current.work
+            return None if self._is_stopped else self._taken.begin(self._raw.take())
 
-    def put(self, add: Add) -> None:
-        """The row of the last ``next_raw`` is prepared."""
+    def put(self, taken: Taken, add: Add) -> None:
+        """A row of ``next_raw`` is prepared. It waits here for those that were taken before it."""
         with self._changed:
             self.num_prepared += 1
-            if self._current is not None:
-                self._ready.put(Row(self._current.work, add))
-                self._current = None
+            taken.add = add
+            for row in self._taken.ended():
+                self._ready.put(row)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -184,18 +194,15 @@ class Inbox:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop everything, and end the thread that prepares rows, after its row."""
+        """Drop everything, and end the threads that prepare rows, each after its row."""
         with self._changed:
             self._orders.clear()
-            self._raw, self._ready, self._current = _Rows(), _Rows(), None
+            self._raw, self._ready, self._taken = _Rows(), _Rows(), _TakenRows()
             self._is_stopped = True
             self._changed.notify_all()
 
     def _drop(self, job_id: str) -> bool:
-        if self._current is not None and self._current.work.job_id == job_id:
-            self._current = None
-            return True
-        return self._raw.drop(job_id) or self._ready.drop(job_id)
+        return any(rows.drop(job_id) for rows in (self._taken, self._raw, self._ready))
 
 
 class _Rows:
@@ -225,3 +232,41 @@ class _Rows:
     def __reversed__(self) -> Iterator[Row]:
         yield from reversed(self._others)
         yield from reversed(self._live)
+
+
+class _TakenRows:
+    """Rows that are prepared, several at once. Those of a lane leave in the order of coming."""
+
+    def __init__(self) -> None:
+        self._live: deque[Taken] = deque()
+        self._others: deque[Taken] = deque()
+
+    def begin(self, row: Row) -> Taken:
+        taken = Taken(row)
+        (self._live if row.work.is_live else self._others).append(taken)
+        return taken
+
+    def ended(self) -> Iterator[Row]:
+        """Take out the rows that can be added now: they and all before them are prepared."""
+        for rows in (self._live, self._others):
+            while rows and rows[0].add is not None:
+                taken = rows.popleft()
+                if not taken.is_dropped:
+                    yield Row(taken.work, taken.add)
+
+    def drop(self, job_id: str) -> bool:
+        for taken in (*self._live, *self._others):
+            if taken.work.job_id == job_id and not taken.is_dropped:
+                taken.is_dropped = True
+                return True
+        return False
+
+    def __len__(self) -> int:
+        return sum(not taken.is_dropped for taken in (*self._live, *self._others))
+
+    def __reversed__(self) -> Iterator[Row]:
+        return (
+            taken.row
+            for taken in (*reversed(self._others), *reversed(self._live))
+            if not taken.is_dropped
+        )
