@@ -28,7 +28,8 @@ class Chunk:
     """Rows that are queued in one step, and the bad ones among them.
 
     A job is (line, data, shared bytes). Another row of the batch begins with this many bytes of its
-    text, and a worker writes only these to the store for others.
+    text, and a worker writes only these to the store for others. ``starts``: lines of the jobs that
+    are the first of their prefix in the queue.
     A chunk of duplicates has only ``duplicates``: (line, job data, custom_id, line of the leader).
     ``needs``: line -> the abilities that it needs and that older workers lack. ``facts`` are those
     of a stretch of lines, not of the chunk's rows. ``kept``: line -> (line of an answered row with
@@ -39,6 +40,7 @@ class Chunk:
     number: int
     jobs: list[tuple[int, bytes, int]]
     bad_rows: list[RowError]
+    starts: set[int] = field(default_factory=set)
     duplicates: list[tuple[int, bytes, str, int]] = field(default_factory=list)
     needs: dict[int, str] = field(default_factory=dict)
     facts: RowFacts = NO_FACTS

@@ -28,7 +28,14 @@ from batchkv_producer.order.canonical import canonical_text
 from batchkv_producer.order.chunk import Chunk as Chunk
 from batchkv_producer.order.chunk import PlanCounts as PlanCounts
 from batchkv_producer.order.duplicates import can_have_duplicates, request_digest
-from batchkv_producer.order.prefix_order import Entry, in_windows, text_key, with_shared, work_of
+from batchkv_producer.order.prefix_order import (
+    Entry,
+    in_windows,
+    starts_prefix,
+    text_key,
+    with_shared,
+    work_of,
+)
 from batchkv_producer.wire.job import ErrorCode, SamplingParams, encode_job
 from batchkv_producer.wire.maker import needs_of
 from batchkv_producer.wire.row_facts import pack, stretch_lines
@@ -47,7 +54,7 @@ CREATE TABLE rows (
     same BLOB, needs TEXT, digest BLOB, mark BLOB);
 CREATE TABLE followers (line INTEGER PRIMARY KEY, leader INTEGER);
 CREATE TABLE earlier (digest BLOB PRIMARY KEY, line INTEGER) WITHOUT ROWID;
-CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER);
+CREATE TABLE plan (chunk INTEGER, line INTEGER, shared INTEGER, starts INTEGER);
 BEGIN;
 """
 _ADD = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -60,7 +67,7 @@ SELECT same, line FROM rows WHERE same IS NOT NULL AND code IS NULL ORDER BY sam
 """
 _FOLLOW = "INSERT INTO followers VALUES (?, ?)"
 _FOLLOWERS = """
-SELECT line, size, 0 FROM followers CROSS JOIN rows USING (line) ORDER BY followers.line
+SELECT line, size, 0, 0 FROM followers CROSS JOIN rows USING (line) ORDER BY followers.line
 """
 _NO_FOLLOWER = "line NOT IN (SELECT line FROM followers)"
 _BY_KEY = """
@@ -74,8 +81,8 @@ WHERE work >= 0 AND rows.line NOT IN (SELECT line FROM followers) ORDER BY plan.
 """
 _LEADER = "(SELECT leader FROM followers WHERE followers.line = plan.line)"
 _FROM_CHUNK = """
-SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, {leader}, needs,
-    earlier.line, mark
+SELECT plan.chunk, rows.line, custom_id, endpoint, code, message, data, shared, starts,
+    {leader}, needs, earlier.line, mark
 FROM plan CROSS JOIN rows ON rows.line = plan.line LEFT JOIN earlier ON earlier.digest = rows.digest
 WHERE plan.chunk >= ? ORDER BY plan.rowid
 """  # a cross join keeps SQLite from swapping the loops
@@ -158,7 +165,7 @@ class BatchPlan:
         self._database.executemany(_REFUSE, self._repeated_ids())
         if self._dedupe:
             self._database.executemany(_FOLLOW, self._followers())
-        self._database.executemany("INSERT INTO plan VALUES (?, ?, ?)", self._cut())
+        self._database.executemany("INSERT INTO plan VALUES (?, ?, ?, ?)", self._cut())
         total, num_bad, num_chars, last_line = self._database.execute(_COUNTS).fetchone()
         num_duplicates = self._database.execute("SELECT COUNT(*) FROM followers").fetchone()[0]
         last_chunk = self._database.execute("SELECT MAX(chunk) FROM plan").fetchone()[0]
@@ -203,6 +210,7 @@ class BatchPlan:
             message,
             data,
             shared,
+            starts,
             leader,
             needs,
             kept,
@@ -219,6 +227,8 @@ class BatchPlan:
                 chunk.duplicates.append((line, data, custom_id, leader))
             elif code is None:
                 chunk.jobs.append((line, data, shared))
+                if starts:
+                    chunk.starts.add(line)
                 if kept is not None:
                     chunk.kept[line] = (kept, custom_id)
             else:
@@ -284,8 +294,8 @@ class BatchPlan:
             else:
                 yield line, first_line
 
-    def _cut(self) -> Iterator[tuple[int, int, int]]:
-        """(chunk, line, shared bytes) of every row.
+    def _cut(self) -> Iterator[tuple[int, int, int, bool]]:
+        """(chunk, line, shared bytes, whether it starts a prefix) of every row.
 
         Duplicates come before all other rows, in chunks of their own. So a duplicate is stored
         before its leader can end.
@@ -293,16 +303,19 @@ class BatchPlan:
         chunk = num_rows = num_bytes = 0
         waiting = self._database.execute(_FOLLOWERS) if self._dedupe else ()
         for is_first_part, rows in ((True, waiting), (False, self._sizes())):
-            for line, size, shared in rows:
+            for line, size, shared, starts in rows:
                 if num_rows == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
                     chunk, num_rows, num_bytes = chunk + 1, 0, 0
                 num_rows, num_bytes = num_rows + 1, num_bytes + size
-                yield chunk, line, shared
+                yield chunk, line, shared, starts
             if is_first_part and num_rows:
                 chunk, num_rows, num_bytes = chunk + 1, 0, 0
 
-    def _sizes(self) -> Iterator[tuple[int, int, int]]:
-        return ((entry.line, entry.size, entry.shared) for entry in self._ordered())
+    def _sizes(self) -> Iterator[tuple[int, int, int, bool]]:
+        before: Entry | None = None
+        for entry in self._ordered():
+            yield entry.line, entry.size, entry.shared, starts_prefix(before, entry)
+            before = entry
 
     def _ordered(self) -> Iterator[Entry]:
         """Every row in the order of the queue, bad rows first."""

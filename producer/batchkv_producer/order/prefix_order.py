@@ -124,6 +124,19 @@ def with_shared(rows: Iterable[Entry]) -> Iterator[Entry]:
         yield row._replace(shared=min(before, row.size))
 
 
+def starts_prefix(before: Entry | None, row: Entry) -> bool:
+    """Whether a row is the first of its prefix in the queue, behind the row ``before``.
+
+    That one has less than half of what the row shares with others. A run that ends between the two
+    leaves no prefix to be computed by two workers.
+    """
+    if not row.shared:
+        return False
+    if before is None or before.key[:_STEP_KEY] != row.key[:_STEP_KEY]:
+        return True
+    return 2 * shared_bytes(before, row) < row.shared
+
+
 def _most_shared(left: Entry, right: Entry) -> int:
     shared = shared_bytes(left, right)
     return shared + FINE_BYTES if 0 < shared < FINE_END else shared

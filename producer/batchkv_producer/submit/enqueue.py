@@ -185,8 +185,11 @@ def _send(transitions: Transitions, batch_id: str, spec: BatchSpec, chunk: Chunk
             kept=chunk.kept,
             earlier=earlier,
             cut=spec.earlier.cut_lines,
+            starts=chunk.starts,
         )
-    return transitions.submit(batch_id, queue, number, chunk.jobs, bad_rows, *more)
+    return transitions.submit(
+        batch_id, queue, number, chunk.jobs, bad_rows, *more, starts=chunk.starts
+    )
 
 
 def _as_result(row: RowError, model: str) -> Result:

@@ -12,6 +12,7 @@ from batchkv_producer.wire.scripts import Scripts
 from batchkv_producer.wire.transition_types import BatchRecord, iso_now
 
 RESULT_TTL_SECONDS = 600  # how long RQ's own record of a finished job stays
+STARTS = "0"  # before the shared bytes of a job that is the first of its prefix in the queue
 
 
 class Arrivals(Scripts):
@@ -51,13 +52,14 @@ class Arrivals(Scripts):
         kept: Mapping[int, tuple[int, str]] | None = None,
         earlier: tuple[str, int] = ("", 0),
         cut: Collection[int] = (),
+        starts: Collection[int] = (),
     ) -> int:
         """Enqueue a chunk: (line, data, shared bytes) of jobs, (line, result) of bad rows.
 
         ``needs``: line -> the abilities that a worker needs for it, separated by blanks.
         ``facts``: see ``row_facts``. ``kept``: see ``chunk``, for the batch ``earlier``: (its id,
         the number of ends of its rows when it was read). ``cut``: its lines that ended at
-        max_tokens. ``reuse``: see ``chunk``.
+        max_tokens. ``reuse`` and ``starts``: see ``chunk``.
 
         Returns the number of chunks enqueued so far: chunk + 1, or more if another submit of the
         same file was faster, which is no error. -1 means that the batch is gone.
@@ -72,7 +74,8 @@ class Arrivals(Scripts):
             len(jobs),
         ]
         for line, data, shared_bytes in jobs:
-            args += (f"{batch_id}-{line}", data, shared_bytes, (needs or {}).get(line, ""))
+            shared = f"{STARTS}{shared_bytes}" if line in starts else shared_bytes
+            args += (f"{batch_id}-{line}", data, shared, (needs or {}).get(line, ""))
             args += (_kept((kept or {}).get(line), cut), (reuse or {}).get(line, b""))
         for line, result in bad_rows:
             args += (line, result)

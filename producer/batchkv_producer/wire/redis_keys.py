@@ -110,7 +110,8 @@ RQ's keys (rq 2.12), as the scripts in ``lua/`` write them, for a job ``J`` = ``
                                    ``bkv_deaths``, the count that older versions read),
                                    ``bkv_suspect``, the group with which it runs apart since, and
                                    ``bkv_halves``, half deaths counted in it (``suspects.lua``),
-                                   ``bkv_shared``, bytes of its text that others begin with,
+                                   ``bkv_shared``, bytes of its text that others begin with, after
+                                   a 0 if it is the first of its prefix in the queue,
                                    ``bkv_needs``, the abilities that it needs of its worker,
                                    ``bkv_reuse``, the digest of its request (16 bytes) and its
                                    custom_id, if it may end with a remembered answer. Of

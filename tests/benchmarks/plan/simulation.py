@@ -62,6 +62,7 @@ class Job:
     num_prompt: int
     num_answer: int
     num_shared: int | None = None
+    starts: bool = True  # the first of its prefix in the queue, or it shares nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,11 @@ def prefix_order(jobs: Sequence[Job]) -> list[Job]:
         plan.add(row(line, job) for line, job in enumerate(jobs, 1))
         plan.seal()
         return [
-            replace(jobs[line - 1], num_shared=_shared_blocks(shared_bytes))
+            replace(
+                jobs[line - 1],
+                num_shared=_shared_blocks(shared_bytes),
+                starts=line in chunk.starts or not shared_bytes,
+            )
             for chunk in plan.chunks()
             for line, _, shared_bytes in chunk.jobs
         ]
@@ -384,6 +389,15 @@ class Simulation:
             self._queue.appendleft(job)
         return len(begun)
 
+    def _before_a_prefix(self, most: int) -> int:
+        """As ``pull.lua`` does: a quarter less at most, so that no prefix is divided."""
+        if self._take is not jobs_to_take or len(self._workers) == 1 or most < 1:
+            return most
+        least = 1 + math.ceil((most - 1) * 3 / 4)
+        places = range(min(most, len(self._queue) - 1), least - 1, -1)
+        whole = next((count for count in places if self._queue[count].starts), most)
+        return most if len(self._queue) <= most else whole
+
     def _refill(self, worker: Worker, now: float) -> None:
         """As ``JobPuller`` does, which does not ask for every single row that ends."""
         if worker.handed_until > now:
@@ -392,7 +406,7 @@ class Simulation:
         is_cooling = view.num_started > 0 and now < worker.cool_until
         has_room = view.num_started == 0 or view.room >= view.ahead // 2
         if self._queue and has_room and not is_cooling:
-            count = min(self._take(view), len(self._queue))
+            count = self._before_a_prefix(min(self._take(view), len(self._queue)))
             for _ in range(count):
                 worker.take(self._queue.popleft())
             worker.queued = len(self._queue)

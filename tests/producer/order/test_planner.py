@@ -93,6 +93,7 @@ def test_jobs_say_how_much_of_them_others_begin_with() -> None:
     _, (chunk,) = planned(*rows, prompt_row(4, system + "another"))
     shared = {line: num_bytes for line, _, num_bytes in chunk.jobs}
     assert shared == {1: 3003, 2: 0, 4: 3007}
+    assert chunk.starts == {next(line for line, _, num_bytes in chunk.jobs if num_bytes)}
 
 
 def test_canonical_text_has_all_that_a_template_renders() -> None:

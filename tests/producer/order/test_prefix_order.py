@@ -15,6 +15,7 @@ from batchkv_producer.order.prefix_order import (
     arrange,
     in_windows,
     shared_bytes,
+    starts_prefix,
     text_key,
     with_shared,
     work_of,
@@ -61,6 +62,28 @@ def test_sharing_less_than_a_step_is_none() -> None:
     assert shared_bytes(entry(1, "x" * 511 + "a"), entry(2, "x" * 511 + "b")) == 0
     assert shared_bytes(entry(1, "x" * 512 + "a"), entry(2, "x" * 512 + "b")) == 512
     assert shared_bytes(entry(1, "short"), entry(2, "short")) == 0
+
+
+def test_the_first_row_of_each_prefix_is_known() -> None:
+    """Also of a longer one behind a short one that all have; not a row that shares nothing, and
+    not one that shares most of its prefix with the row before."""
+    rng = random.Random(3)
+    system, other = words(rng, 1024), words(rng, 2048)
+    books = [system + words(rng, 3000) for _ in range(2)]
+    texts = [book + words(rng, 600) for book in books for _ in range(3)]
+    texts += [other + words(rng, 600) for _ in range(2)] + [words(rng, 900)]
+    rows = [*in_windows(with_shared(in_key_order([entry(n, t) for n, t in enumerate(texts)])))]
+    before = [None, *rows]
+    firsts = [row.line for last, row in zip(before, rows, strict=False) if starts_prefix(last, row)]
+    parts = [{0, 1, 2}, {3, 4, 5}, {6, 7}]
+    assert sorted(next(n for n, part in enumerate(parts) if line in part) for line in firsts) == [
+        0,
+        1,
+        2,
+    ]
+    order_of = [row.line for row in rows]
+    for line, part in zip(sorted(firsts), parts, strict=True):
+        assert order_of.index(line) == min(order_of.index(one) for one in part)
 
 
 @pytest.mark.parametrize("num_rows", range(1, 13))

@@ -176,11 +176,11 @@ def test_an_interrupted_submit_is_completed(
     real = Transitions.submit
 
     def stops_at_chunk_two(
-        self: Transitions, batch: str, queue: str, chunk: int, *rest: Any
+        self: Transitions, batch: str, queue: str, chunk: int, *rest: Any, **more: Any
     ) -> int:
         if chunk == 2:
             raise Interrupted
-        return real(self, batch, queue, chunk, *rest)
+        return real(self, batch, queue, chunk, *rest, **more)
 
     monkeypatch.setattr(Transitions, "submit", stops_at_chunk_two)
     with pytest.raises(Interrupted):
@@ -210,10 +210,10 @@ def test_a_submit_of_older_rules_is_finished_only_if_no_row_would_be_lost(
     """A row that an older version refused moves all others. Then the file has to be begun anew."""
     real = Transitions.submit
 
-    def stops_at_chunk_one(self: Transitions, *args: Any) -> int:
+    def stops_at_chunk_one(self: Transitions, *args: Any, **more: Any) -> int:
         if args[2] == 1:
             raise Interrupted
-        return real(self, *args)
+        return real(self, *args, **more)
 
     rows = prompts(700)
     rows[0] = {"prompt": "z", "ignore_eos": True}  # the last in the order
@@ -245,9 +245,9 @@ def test_two_submits_at_once(
     path = write_lines(*prompts(1700))
     real = Transitions.submit
 
-    def sends_twice(self: Transitions, *args: Any) -> int:
-        real(self, *args)
-        return real(self, *args)
+    def sends_twice(self: Transitions, *args: Any, **more: Any) -> int:
+        real(self, *args, **more)
+        return real(self, *args, **more)
 
     monkeypatch.setattr(Transitions, "submit", sends_twice)
     submitted = client.submit(path, model="demo")

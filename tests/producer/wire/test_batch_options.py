@@ -512,7 +512,7 @@ def test_an_interrupted_submit_goes_on_the_same_way(
     monkeypatch.setattr(planner, "CHUNK_ROWS", 2)
     real, seen = Transitions.submit, []
 
-    def fail(self: Transitions, *arguments: Any) -> int:
+    def fail(self: Transitions, *arguments: Any, **more: Any) -> int:
         seen.append(arguments)
         raise KeyboardInterrupt
 

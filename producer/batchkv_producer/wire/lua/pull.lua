@@ -14,6 +14,8 @@
 -- lower priority is taken.
 -- A row of a batch with `reuse` whose answer is remembered (`reuse.lua`) ends at once with that answer.
 -- Then the batch is this worker's, as if it had taken the row.
+-- With several workers, fewer than `count` are taken, a quarter at most, so that the last one's prefix
+-- is not divided between two of them.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken, number of workers,
@@ -168,6 +170,21 @@ local function next_id()
   end
 end
 
+-- How many of the next jobs to take, `most` at most: the next one then shares nothing with the last, or
+-- is the first of its prefix. Its shared bytes begin with a 0 in both cases. What else is in the list
+-- may move the place; then a prefix is divided.
+local function before_a_prefix(most)
+  local least = math.ceil(most * 3 / 4)
+  local ids = redis.call('LRANGE', KEYS[from], least, most)
+  if num_workers == 1 or #ids <= most - least then return most end
+  for after = #ids, 1, -1 do
+    local is_id = #ids[after] <= 200 and string.match(ids[after], '^[%w_%-]+$')
+    local shared = is_id and redis.pcall('HGET', 'rq:job:' .. ids[after], 'bkv_shared')
+    if type(shared) == 'string' and string.sub(shared, 1, 1) == '0' then return least + after - 1 end
+  end
+  return most
+end
+
 if redis.call('EXISTS', 'rq:suspended') == 1 then
   return {lengths(), from, taken, 0, unfit, has_more, 0, 0}
 end
@@ -177,9 +194,10 @@ if num_high > 0 then
   from = 1
   share = math.min(count, math.ceil(num_high / num_workers))
 end
+local limit = nil  -- known with the first job, if that is no suspect
 local is_cut_short = true  -- until the loop ends before its last turn
 for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
-  local most = from == 1 and share or count
+  local most = limit or (from == 1 and share or count)
   if apart then most = math.max(1, is_of_one(apart) and 1 or num_begin) end
   if num_reused >= MOST_REUSED or reused_bytes >= enough_bytes then break end
   local is_enough = #taken >= most or num_bytes >= enough_bytes
@@ -257,6 +275,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     taken[#taken + 1] = {id, execution, data, deaths, tonumber(job[4] or '0') or 0,
       batch and seconds_left(batch) or '', job[5] or '', batch and batch_fields(batch)[9] and 1 or 0}
     apart = group
+    if #taken == 1 and not apart then limit = 1 + before_a_prefix(most - 1) end
   end
 end
 if is_cut_short and #taken + #passed == 0 then has_more = 1 end  -- many entries were dropped
