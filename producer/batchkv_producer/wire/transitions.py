@@ -122,6 +122,7 @@ class Transitions(Arrivals):
         lease_seconds: int,
         num_workers: int = 1,
         *,
+        fewest: int | None = None,
         num_begin: int | None = None,
         knows_suspects: bool = False,
         may_be_apart: bool = False,
@@ -130,7 +131,8 @@ class Transitions(Arrivals):
     ) -> Run:
         """Take up to ``count`` jobs of one priority from the head of the queue and hold them.
 
-        It takes fewer if there are no more, or if those taken have ``ENOUGH_BYTES`` of data. Of a
+        It takes fewer if there are no more, or if those taken have ``ENOUGH_BYTES`` of data. From
+        ``fewest`` on (None: ``count``) it ends where the next job begins another prefix. Of a
         high priority it takes at most the equal share of one of ``num_workers``. The first
         ``num_begin`` (None: all) begin at once. ``knows_suspects`` skips suspects. If
         ``may_be_apart`` and a suspect comes first, only its group is taken: as many as begin at
@@ -143,6 +145,7 @@ class Transitions(Arrivals):
         args += [self.pull_prefix, ENOUGH_BYTES, num_workers, num_begin]
         args += [int(knows_suspects), int(may_be_apart), *maker.values(), " ".join(abilities)]
         args += [FAILURE_TTL_SECONDS, queue, RESULT_TTL_SECONDS]
+        args.append(count if fewest is None else fewest)
         keys = [*redis_keys.waiting_lists(queue), redis_keys.registry("wip", queue)]
         return Run.of(self._run("pull", keys, args), num_begin)
 

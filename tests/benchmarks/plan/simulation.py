@@ -32,6 +32,7 @@ from batchkv_worker.queue.pacing import (
 )
 from batchkv_worker.queue.runs.dispatch import (
     View,
+    fewest_to_take,
     jobs_to_recall,
     jobs_to_return,
     jobs_to_start,
@@ -389,14 +390,12 @@ class Simulation:
             self._queue.appendleft(job)
         return len(begun)
 
-    def _before_a_prefix(self, most: int) -> int:
-        """As ``pull.lua`` does: a quarter less at most, so that no prefix is divided."""
-        if self._take is not jobs_to_take or len(self._workers) == 1 or most < 1:
+    def _before_a_prefix(self, least: int, most: int) -> int:
+        """As ``pull.lua`` does: so many jobs that the next one begins another prefix."""
+        if least >= most or len(self._queue) <= most:
             return most
-        least = 1 + math.ceil((most - 1) * 3 / 4)
-        places = range(min(most, len(self._queue) - 1), least - 1, -1)
-        whole = next((count for count in places if self._queue[count].starts), most)
-        return most if len(self._queue) <= most else whole
+        places = range(most, least - 1, -1)
+        return next((count for count in places if self._queue[count].starts), most)
 
     def _refill(self, worker: Worker, now: float) -> None:
         """As ``JobPuller`` does, which does not ask for every single row that ends."""
@@ -406,7 +405,10 @@ class Simulation:
         is_cooling = view.num_started > 0 and now < worker.cool_until
         has_room = view.num_started == 0 or view.room >= view.ahead // 2
         if self._queue and has_room and not is_cooling:
-            count = self._before_a_prefix(min(self._take(view), len(self._queue)))
+            count = self._take(view)
+            if self._take is jobs_to_take:
+                count = self._before_a_prefix(fewest_to_take(view, count), count)
+            count = min(count, len(self._queue))
             for _ in range(count):
                 worker.take(self._queue.popleft())
             worker.queued = len(self._queue)

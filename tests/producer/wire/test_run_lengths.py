@@ -29,54 +29,58 @@ def queued(connection: Redis, *groups: int, shared: int = 600) -> Transitions:
     return transitions
 
 
-def pull(transitions: Transitions, count: int, num_workers: int = 2) -> list[int]:
+def pull(transitions: Transitions, count: int, fewest: int | None = None) -> list[int]:
     """The lines of a run."""
-    run = transitions.pull_run(QUEUE, "w", count, LEASE_SECONDS, num_workers)
+    run = transitions.pull_run(QUEUE, "w", count, LEASE_SECONDS, fewest=fewest)
     return [int(job.lease.job_id.split("-")[1]) for job in run.jobs]
 
 
-def test_a_run_ends_before_a_prefix_if_a_quarter_less_will_do(redis_connection: Redis) -> None:
-    """16 jobs are asked for: 14 end with a prefix. Then 12 would, and 13 do. The rest is less."""
-    transitions = queued(redis_connection, 7, 7, 6, 7, 16, 9)
-    assert pull(transitions, 16) == [*range(1, 15)]
-    assert pull(transitions, 16) == [*range(15, 28)]
-    assert pull(transitions, 16) == [*range(28, 44)]
-    assert pull(transitions, 16) == [*range(44, 53)]
-    assert pull(transitions, 16) == []
+def test_a_run_ends_before_another_prefix(redis_connection: Redis) -> None:
+    """16 jobs are asked for, and 12 are enough. The last of the places counts, and all that was
+    asked for is as good as any."""
+    transitions = queued(redis_connection, 7, 5, 2, 13, 16, 9, 7)
+    assert pull(transitions, 16, 12) == [*range(1, 15)]
+    assert pull(transitions, 16, 12) == [*range(15, 28)]
+    assert pull(transitions, 16, 12) == [*range(28, 44)]
+    assert pull(transitions, 16, 12) == [*range(44, 60)]
 
 
-def test_a_run_is_never_shorter_than_three_quarters(redis_connection: Redis) -> None:
+def test_a_run_is_never_shorter_than_what_is_enough(redis_connection: Redis) -> None:
     """A prefix that begins earlier is divided: a worker has to fill its slots."""
-    transitions = queued(redis_connection, 11, 30)
+    transitions = queued(redis_connection, 11, 30, 30)
+    assert pull(transitions, 16, 12) == [*range(1, 17)]
+    assert pull(transitions, 2, 1) == [17, 18]
+    assert pull(transitions, 1, 1) == [19]
+    assert pull(transitions, 0, 0) == []
+
+
+def test_a_run_is_as_long_as_asked_where_nothing_less_is_enough(redis_connection: Redis) -> None:
+    """Near the end of a queue, and with one worker."""
+    transitions = queued(redis_connection, 14, 14, 14)
     assert pull(transitions, 16) == [*range(1, 17)]
-    assert pull(transitions, 2) == [17, 18]
-    assert pull(transitions, 1) == [19]
-
-
-def test_a_single_worker_takes_whole_runs(redis_connection: Redis) -> None:
-    """It computes each prefix once in any case."""
-    assert pull(queued(redis_connection, 14, 14), 16, num_workers=1) == [*range(1, 17)]
+    assert pull(transitions, 16, 16) == [*range(17, 33)]
 
 
 def test_jobs_that_share_nothing_are_taken_as_many_as_asked(redis_connection: Redis) -> None:
     """So are those of producers that did not say what jobs share, or said nonsense, and jobs
     whose keys or ids are not what they should be."""
     transitions = queued(redis_connection, 60, shared=0)
-    assert pull(transitions, 16) == [*range(1, 17)]
+    assert pull(transitions, 16, 12) == [*range(1, 17)]
     redis_connection.hdel(redis_keys.job(f"{BATCH}-33"), "bkv_shared")
     redis_connection.hset(redis_keys.job(f"{BATCH}-32"), "bkv_shared", "all of it")
     redis_connection.delete(redis_keys.job(f"{BATCH}-31"))
     redis_connection.set(redis_keys.job(f"{BATCH}-31"), "a text")
     list_key = redis_keys.queue(QUEUE)
     redis_connection.lset(list_key, 13, "no id: " + "x" * 300)  # line 30's
-    assert pull(transitions, 16) == [*range(17, 30), 32, 33, 34]
-    assert pull(transitions, 40) == [*range(35, 61)]
+    redis_connection.hdel(redis_keys.job(f"{BATCH}-29"), "bkv_shared")
+    assert pull(transitions, 16, 12) == [*range(17, 30), 32, 33, 34]
+    assert pull(transitions, 40, 12) == [*range(35, 61)]
 
 
 def test_the_end_of_a_queue_is_taken_whole(redis_connection: Redis) -> None:
     """Nothing comes after it, so that nothing is divided."""
     transitions = queued(redis_connection, 14, 2)
-    assert pull(transitions, 16) == [*range(1, 17)]
+    assert pull(transitions, 16, 12) == [*range(1, 17)]
 
 
 def test_two_workers_divide_no_group_of_a_file(tmp_path: Path, redis_connection: Redis) -> None:
@@ -98,7 +102,7 @@ def test_two_workers_divide_no_group_of_a_file(tmp_path: Path, redis_connection:
         Transitions(redis_connection),
         [json.loads(row)["custom_id"] for row in rows],
     )
-    while jobs := transitions.pull_run(queue, "w", 128, LEASE_SECONDS, 2).jobs:
+    while jobs := transitions.pull_run(queue, "w", 128, LEASE_SECONDS, fewest=96).jobs:
         assert all(job.shared_bytes and job.shared_bytes > 2000 for job in jobs)
         lines = [int(job.lease.job_id.split("-")[1]) for job in jobs]
         of_jobs = [names[line - 1].split("-")[0] for line in lines]

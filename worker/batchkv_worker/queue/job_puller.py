@@ -308,6 +308,7 @@ class JobPuller:
             self._side.pull,
             count,
             self._num_workers,
+            fewest=dispatch.fewest_to_take(view, count),
             num_begin=self._within_limit(max(0, view.jobs(view.room) - view.backlog)),
             may_be_apart=not self._state.holds_jobs,
         )

@@ -190,7 +190,9 @@ class RedisSide:
         ]
         return heads | dict.fromkeys(live, Head(LIVE_RANK, 0.0))
 
-    def pull(self, count: int, num_workers: int, num_begin: int, *, may_be_apart: bool) -> Run:
+    def pull(
+        self, count: int, num_workers: int, *, fewest: int, num_begin: int, may_be_apart: bool
+    ) -> Run:
         """See Transitions.pull_run."""
         if not self._has_looked:
             self._look()
@@ -201,6 +203,7 @@ class RedisSide:
             count,
             self._settings.lease_seconds,
             num_workers,
+            fewest=fewest,
             num_begin=num_begin,
             knows_suspects=True,
             may_be_apart=may_be_apart,

@@ -14,14 +14,13 @@
 -- lower priority is taken.
 -- A row of a batch with `reuse` whose answer is remembered (`reuse.lua`) ends at once with that answer.
 -- Then the batch is this worker's, as if it had taken the row.
--- With several workers, fewer than `count` are taken, a quarter at most, so that the last one's prefix
--- is not divided between two of them.
+-- From `fewest` on, fewer than `count` are taken if the last one's prefix is then not divided.
 -- KEYS: lists of high, normal and low priority, wip zset.
 -- ARGV: worker name, lease (s), count, time in ISO 8601, largest data accepted (bytes), prefix of the
 --       new execution ids, bytes of data after which no further job is taken, number of workers,
 --       how many of the jobs begin at once, 1 if suspects are skipped, 1 if they may be
 --       taken, the model's fingerprint, KV scheme and dtype's class ('*' each: compare nothing), names
---       of the worker's abilities, between blanks, failure ttl (s), queue name, result ttl (s).
+--       of the worker's abilities, between blanks, failure ttl (s), queue name, result ttl (s), fewest.
 -- Returns {lengths of the lists afterwards, which of them the jobs are from (1 to 3), jobs, number of
 -- suspects skipped, numbers of rows of each list that others must compute, 1 if more such rows, or
 -- entries to drop, may come before rows that fit, 1 if the jobs are suspects, number of rows that ended
@@ -43,7 +42,7 @@ local apart = nil  -- the group of suspects that this pull takes
 local MOST_LACKING = 1000  -- of each list
 local STRAY = 200  -- other jobs that are read in search of its members
 local MOST_REUSED = 500  -- rows that one pull ends
-local queue, result_ttl = ARGV[17], tonumber(ARGV[18])
+local queue, result_ttl, fewest = ARGV[17], tonumber(ARGV[18]), tonumber(ARGV[19])
 local num_reused, reused_bytes, reusing = 0, 0, {}
 
 local function lengths()
@@ -170,13 +169,13 @@ local function next_id()
   end
 end
 
--- How many of the next jobs to take, `most` at most: the next one then shares nothing with the last, or
--- is the first of its prefix. Its shared bytes begin with a 0 in both cases. What else is in the list
--- may move the place; then a prefix is divided.
-local function before_a_prefix(most)
-  local least = math.ceil(most * 3 / 4)
+-- How many of the next jobs to take, `most` at most: the one after them then shares nothing with the
+-- last, or is the first of its prefix. Its shared bytes begin with a 0 in both cases. Entries that are
+-- not taken may move the place; then a prefix is divided.
+local function before_a_prefix(least, most)
+  if least >= most then return most end
   local ids = redis.call('LRANGE', KEYS[from], least, most)
-  if num_workers == 1 or #ids <= most - least then return most end
+  if #ids <= most - least then return most end
   for after = #ids, 1, -1 do
     local is_id = #ids[after] <= 200 and string.match(ids[after], '^[%w_%-]+$')
     local shared = is_id and redis.pcall('HGET', 'rq:job:' .. ids[after], 'bkv_shared')
@@ -275,7 +274,7 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     taken[#taken + 1] = {id, execution, data, deaths, tonumber(job[4] or '0') or 0,
       batch and seconds_left(batch) or '', job[5] or '', batch and batch_fields(batch)[9] and 1 or 0}
     apart = group
-    if #taken == 1 and not apart then limit = 1 + before_a_prefix(most - 1) end
+    if #taken == 1 and not apart then limit = 1 + before_a_prefix(fewest - 1, most - 1) end
   end
 end
 if is_cut_short and #taken + #passed == 0 then has_more = 1 end  -- many entries were dropped

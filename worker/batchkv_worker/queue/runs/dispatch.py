@@ -30,6 +30,7 @@ from batchkv_worker.queue.runs.pace import Crowd, Pace
 
 AHEAD_AT_END = 8  # rows that wait in the engine when others may soon have nothing to do
 SOON_SECONDS = 2.0  # rows that are begun within so long may wait in it, too: they end together
+WHOLE_RUN_PART = 3 / 4  # of a run that is enough, so that no prefix is divided
 HAND_OVER_SPEED = 2.5  # of the other worker, against the own one: a row is half done on average
 SLACK_SECONDS = 0.5  # of work above the share that a worker keeps, as giving it back takes a while
 
@@ -173,6 +174,16 @@ def jobs_to_take(view: View) -> int:
     if is_ending(view):
         count = min(count, max(0, view.jobs(view.free_slots) - view.backlog))
     return count
+
+
+def fewest_to_take(view: View, count: int) -> int:
+    """How many of ``count`` jobs are enough, if the run then ends before another prefix.
+
+    A whole run may be shorter by a quarter. Fewer jobs are what is due near the end of a queue.
+    There, workers that take less are idle in the end, and that costs more than a prefix does.
+    """
+    is_whole = view.num_workers > 1 and count >= _run(view)
+    return math.ceil(count * WHOLE_RUN_PART) if is_whole else count
 
 
 def _run(view: View) -> int:
