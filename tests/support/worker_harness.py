@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,8 +37,12 @@ def submit(
     timeout_seconds: int = 3600,
     data: Callable[[str], bytes] | None = None,
     priority: str = "normal",
+    starts: Collection[int] = (),
 ) -> str:
-    """Queue one job for each prompt, custom ids c1, c2 ...; the batch's id."""
+    """Queue one job for each prompt, custom ids c1, c2 ...; the batch's id.
+
+    With ``starts``, the lines that begin a prefix, all share something.
+    """
     batch_id = hashlib.sha256(name.encode()).hexdigest()[:16]
     moves = Transitions(connection)
     fields: dict[str, str | int] = {"digest": "0" * 64, "name": name, "model": MODEL}
@@ -49,8 +53,9 @@ def submit(
     jobs = []
     for line, prompt in enumerate(prompts, 1):
         request = Request(custom_id=f"c{line}", endpoint="completion", prompt=prompt)
-        jobs.append((line, data(prompt) if data else encode_job(request), 0))
-    moves.submit(batch_id, QUEUE, 0, jobs, [], timeout_seconds)
+        shared = 600 if starts else 0
+        jobs.append((line, data(prompt) if data else encode_job(request), shared))
+    moves.submit(batch_id, QUEUE, 0, jobs, [], timeout_seconds, starts=starts)
     return batch_id
 
 

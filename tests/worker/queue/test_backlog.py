@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,23 @@ def test_a_worker_takes_a_run_and_no_more(redis_connection: Redis) -> None:
     assert (counts["ok"], counts["running"]) == (3, 0)  # what had started was finished
     assert worker._session is not None
     assert worker._session.num_taken == 3
+
+
+@pytest.mark.parametrize(("is_shared", "first_left"), [(True, 101), (False, RUN_ROWS + 1)])
+def test_a_shared_queue_is_divided_between_prefixes(
+    redis_connection: Redis, is_shared: bool, first_left: int
+) -> None:
+    """Groups of 50 rows: 100 are taken where another worker takes the rest, else a whole run."""
+    batch = submit(redis_connection, ["slow:600"] * 300, starts=range(1, 300, 50))
+
+    def act() -> None:
+        wait_until(lambda: counts_of(redis_connection, batch)["running"] > 0)
+        assert waiting_lines(redis_connection)[0] == first_left
+        worker.request_stop(15, None)
+
+    worker = make_worker(redis_connection, SLOW, slots=2, prefetch=1)
+    with another_worker(redis_connection) if is_shared else nullcontext():
+        work(worker, act)
 
 
 def test_a_run_is_worked_off_in_order(redis_connection: Redis) -> None:

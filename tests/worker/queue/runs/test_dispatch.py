@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from batchkv_producer.agreed import RUN_ROWS
 from batchkv_worker.queue.runs.dispatch import (
     View,
+    fewest_to_take,
     is_ending,
     jobs_to_recall,
     jobs_to_return,
@@ -106,6 +107,16 @@ SHARING = View(32, 64, num_started=32, backlog=60, queued=0, num_workers=2, num_
 def test_work_is_shared_by_speed(told: Crowd, count: int) -> None:
     """What is above the share of a worker goes back, if another one has less than its share."""
     assert jobs_to_return(replace(SHARING, told=told)) == count
+
+
+def test_a_whole_run_may_be_shorter_by_a_quarter() -> None:
+    """So that it divides no prefix. What is due near the end is taken as a whole, and a worker
+    that is alone divides none."""
+    assert fewest_to_take(EMPTY, RUN_ROWS) == RUN_ROWS * 3 // 4
+    assert fewest_to_take(replace(EMPTY, slots=500), 508) == 381
+    assert fewest_to_take(EMPTY, RUN_ROWS - 1) == RUN_ROWS - 1
+    assert fewest_to_take(replace(EMPTY, num_workers=1), RUN_ROWS) == RUN_ROWS
+    assert fewest_to_take(replace(EMPTY, choices=4.0), RUN_ROWS // 4) == RUN_ROWS * 3 // 16
 
 
 def test_what_was_promised_is_started() -> None:
