@@ -207,17 +207,18 @@ class HasProgress(EngineLike, Protocol):
 class PreparesAhead(EngineLike, Protocol):
     """An engine whose rows may be prepared on other threads, while it computes.
 
-    ``prepares_ahead``: whether its tokenizer allows that; otherwise rows come by ``add`` alone.
+    ``prepares_ahead``: on how many threads at once its tokenizer allows that. If on none, rows come
+    by ``add`` alone.
     """
 
     @property
-    def prepares_ahead(self) -> bool: ...
+    def prepares_ahead(self) -> int: ...
 
     def prepare(self, work: Work) -> Callable[[], None]:
         """Do all of ``add`` that needs no MLX and changes no state of the engine.
 
-        From other threads, from several at once. The engine's thread then calls what it returns:
-        this adds the row, or refuses it.
+        From other threads, from ``prepares_ahead`` at once. The engine's thread then calls what it
+        returns: this adds the row, or refuses it.
         """
         ...
 

@@ -30,6 +30,7 @@ from support.redis_server import RedisServer
 
 MODEL = "some/model"
 QUEUE = redis_keys.queue_name(MODEL)
+QUEUE_LIST = redis_keys.queue(QUEUE)
 OURS = Maker("a" * 32, "affine8", "half")
 BATCHKV = [sys.executable, str(Path(fake_worker.__file__).with_name("batchkv_with_fake_worker.py"))]
 Write = Callable[..., Path]
@@ -92,6 +93,32 @@ class Desk:
 @pytest.fixture
 def desk(redis_connection: Redis, write_lines: Write) -> Desk:
     return Desk(redis_connection, write_lines)
+
+
+def test_the_first_job_of_a_prefix_is_marked_though_the_first_row_was_kept(desk: Desk) -> None:
+    """Runs end before it. The rows before it have answers, so they are not queued."""
+    groups = [[f"{name * 600} {row}" for row in range(4)] for name in "xy"]
+    prompts = [prompt for group in groups for prompt in group]
+
+    def marks(batch: str) -> list[tuple[str, bool]]:
+        """The first letter of each queued prompt, and whether its job is marked, in order."""
+        found = []
+        for raw in desk.connection.lrange(QUEUE_LIST, 0, -1):
+            assert raw.startswith(batch.encode())
+            data, shared = desk.connection.hmget(f"rq:job:{raw.decode()}", "data", "bkv_shared")
+            assert int(shared) >= 600
+            found.append(((decode_job(data).prompt or "")[0], shared.startswith(b"0")))
+        return found
+
+    whole = desk.submit(rows(*prompts), name="whole.jsonl").batch_id
+    want = [(letter, row == 0) for letter in "xy" for row in range(4)]
+    assert sorted(marks(whole), key=lambda one: one[0]) == want
+    desk.client.cancel(whole)
+    first = desk.answered(groups[0][0], groups[0][1], groups[1][3])
+    mended = desk.submit(rows(*prompts, prefix="new"), earlier=first).batch_id
+    assert desk.client.status(mended).kept == 3
+    want = [("x", True), ("x", False), ("y", True), ("y", False), ("y", False)]
+    assert sorted(marks(mended), key=lambda one: one[0]) == want
 
 
 def test_only_what_changed_is_computed(desk: Desk) -> None:

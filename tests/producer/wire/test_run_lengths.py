@@ -11,6 +11,7 @@ from redis import Redis
 
 from batchkv_producer import Client
 from batchkv_producer.wire import redis_keys
+from batchkv_producer.wire.maker import Maker
 from batchkv_producer.wire.transitions import Transitions
 
 BATCH, QUEUE = "0123456789abcdef", redis_keys.queue_name("m")
@@ -81,6 +82,27 @@ def test_the_end_of_a_queue_is_taken_whole(redis_connection: Redis) -> None:
     """Nothing comes after it, so that nothing is divided."""
     transitions = queued(redis_connection, 14, 2)
     assert pull(transitions, 16, 12) == [*range(1, 17)]
+
+
+def test_urgent_jobs_for_others_do_not_shorten_a_run(redis_connection: Redis) -> None:
+    """A job of high priority waits for a worker with other weights. The run is of the next list,
+    and as long as that allows."""
+    transitions = queued(redis_connection, 14, 40)
+    other = "fedcba9876543210"
+    fields = {"digest": "e" * 64, "model": "m", "queue": QUEUE, "total": 1, "num_chunks": 1}
+    transitions.create(other, {**fields, "priority": "high"}, {"fingerprint": "theirs"})
+    transitions.submit(other, QUEUE, 0, [(1, b"{}", 0)], [], 3600)
+    for fewest, lines in ((12, range(1, 15)), (16, range(15, 31))):
+        run = transitions.pull_run(
+            QUEUE,
+            "w",
+            16,
+            LEASE_SECONDS,
+            2,
+            fewest=fewest,
+            maker=Maker("ours", "affine8", "float32"),
+        )
+        assert [int(job.lease.job_id.split("-")[1]) for job in run.jobs] == [*lines]
 
 
 def test_two_workers_divide_no_group_of_a_file(tmp_path: Path, redis_connection: Redis) -> None:

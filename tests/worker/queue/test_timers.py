@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import pytest
 from redis.exceptions import (
@@ -121,12 +122,14 @@ def test_a_timer_is_due_at_once_and_then_every_so_often() -> None:
     assert timer.is_due(1015)
 
 
-def watch(clock: Clock, watchdog: Watchdog, seconds: int, steps: int) -> bool:
+def watch(
+    clock: Clock, watchdog: Watchdog, seconds: int, steps: int, held_up: Sequence[object] = ()
+) -> bool:
     """Look once a second; whether it ever said that the engine hangs."""
     hung = False
     for _ in range(seconds):
         clock.now += 1
-        hung = watchdog.is_hung(steps, has_work=True) or hung
+        hung = watchdog.is_hung(steps, True, held_up) or hung
     return hung
 
 
@@ -138,6 +141,18 @@ def test_the_watchdog_counts_from_the_last_step(clock: Clock) -> None:
     assert not watchdog.is_hung(2, has_work=False)
     assert not watch(clock, watchdog, 9, steps=2)
     assert watch(clock, watchdog, 3, steps=2)
+
+
+def test_a_row_that_is_prepared_for_ever_is_a_hang(clock: Clock) -> None:
+    """Though others are computed meanwhile. Each row has the whole limit, and a closed lid does
+    not count."""
+    watchdog = Watchdog(WorkerSettings("m", engine_timeout_seconds=10))
+    for steps in range(30):
+        assert not watch(clock, watchdog, 1, steps, ("batch", f"live {steps}")[steps % 2 :])
+        clock.now += 0.0 if steps else 8 * 3600
+    for steps in range(30, 40):
+        assert not watch(clock, watchdog, 1, steps, ("batch", "live"))
+    assert watch(clock, watchdog, 3, 40, ("batch", "live"))
 
 
 def test_loading_has_its_own_limit(clock: Clock) -> None:

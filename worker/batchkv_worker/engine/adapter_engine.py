@@ -99,7 +99,7 @@ class AdapterEngine:
         self.engine.add(work)
 
     @property
-    def prepares_ahead(self) -> bool:
+    def prepares_ahead(self) -> int:
         return self.engine.prepares_ahead
 
     def prepare(self, work: Work) -> Callable[[], None]:

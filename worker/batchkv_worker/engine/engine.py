@@ -116,7 +116,7 @@ class Engine:
         self._decode_rows = DecodeRows(
             *(self._slots, self._scheduler, self.prefixes, self._prefill, self._builder)
         )
-        self._rows, self.prepares_ahead = self._decode_rows.by_slot, self._preparing.is_free
+        self._rows, self.prepares_ahead = self._decode_rows.by_slot, self._preparing.num_threads
         self._choices, self._live = Choices(), LiveRows(self._decode_rows, config.lane_chunk)
         self.maker, self.has_changed = loaded.maker(config.scheme), loaded.has_changed
         self._recovery = Recovery(self._prefill, self._decode_rows, self.prefixes, client)

@@ -139,6 +139,11 @@ class EngineThread:
         return self._num_done + self._inbox.num_prepared
 
     @property
+    def held_up(self) -> tuple[object, ...]:
+        """The rows that are being prepared and that others wait for."""
+        return self._inbox.held_up
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes that MLX had allocated after the last step; 0 before the engine is built."""
         return 0 if self._engine is None else self._engine.memory_bytes()
@@ -249,7 +254,8 @@ class EngineThread:
         if isinstance(engine, HasProgress):
             self._read_progress = engine.progress
         if isinstance(engine, PreparesAhead) and engine.prepares_ahead:
-            self._ahead = Ahead(self._inbox, engine.prepare, num_threads())
+            count = min(num_threads(), engine.prepares_ahead)
+            self._ahead = Ahead(self._inbox, engine.prepare, count)
             self._ahead.start()
         self._outbox.put((Ready(),))
         while self._take_orders(engine):

@@ -269,7 +269,8 @@ class Session:
         self._last_turn = now
         self._watchdog.arm()
         has_work = not state.is_ready or self._in_flight.num_started + state.live.num_rows > 0
-        if state.engine_fault is None and self._watchdog.is_hung(self._engine.num_steps, has_work):
+        progress = self._engine.num_steps, has_work, self._engine.held_up
+        if state.engine_fault is None and self._watchdog.is_hung(*progress):
             job_ids = [lease.job_id for lease in self._in_flight.started]
             self._watchdog.dump(self._engine.report(), job_ids)
             state.engine_fault = "it hung"

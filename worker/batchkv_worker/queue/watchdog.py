@@ -6,7 +6,7 @@ import faulthandler
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from batchkv_worker.settings import WorkerSettings
 
@@ -28,12 +28,21 @@ class Watchdog:
         self._last_look = time.monotonic()
         self._num_steps = 0
         self._stalled = 0.0
+        self._held_up: dict[object, float] = {}  # seconds for which each has been seen
         self._arm_at = 0.0
 
-    def is_hung(self, num_steps: int, has_work: bool) -> bool:
-        """Look once. Loading and the first step (compilation) have the longer limit."""
+    def is_hung(self, num_steps: int, has_work: bool, held_up: Iterable[object] = ()) -> bool:
+        """Look once. Loading and the first step (compilation) have the longer limit.
+
+        ``held_up``: rows that are being prepared. One may hang while others are computed.
+        """
         now = time.monotonic()
         look, self._last_look = min(now - self._last_look, self.LONGEST_LOOK_SECONDS), now
+        self._held_up = {row: self._held_up.get(row, -look) + look for row in held_up}
+        longest = max(self._held_up.values(), default=0.0)
+        if longest > self._step_limit:
+            self._stalled = longest
+            return True
         if not has_work or num_steps != self._num_steps:
             self._num_steps = num_steps
             self._stalled = 0.0
@@ -62,7 +71,7 @@ class Watchdog:
         Only ids of jobs are written, never their content.
         """
         log.critical(
-            "the engine has made no step for %.0f s; its stacks are on standard error",
+            "the engine made no step, or one row was prepared, for %.0f s; see standard error",
             self._stalled,
         )
         log.critical("the engine: %s", report)

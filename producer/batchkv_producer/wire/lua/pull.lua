@@ -274,7 +274,10 @@ for attempt = 1, math.max(count, num_begin) + 1000 + 3 * MOST_LACKING do
     taken[#taken + 1] = {id, execution, data, deaths, tonumber(job[4] or '0') or 0,
       batch and seconds_left(batch) or '', job[5] or '', batch and batch_fields(batch)[9] and 1 or 0}
     apart = group
-    if #taken == 1 and not apart then limit = 1 + before_a_prefix(fewest - 1, most - 1) end
+    if #taken == 1 and not apart then
+      local all = from == 1 and share or count  -- the list may be another than this turn began with
+      limit = 1 + before_a_prefix(fewest - 1, all - 1)
+    end
   end
 end
 if is_cut_short and #taken + #passed == 0 then has_more = 1 end  -- many entries were dropped

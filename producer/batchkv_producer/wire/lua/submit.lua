@@ -60,9 +60,14 @@ local function keep(id, kept)
   return true
 end
 
+local is_first = false  -- the first job of the prefix ended at once: the next one is the first
 for _ = 1, num_jobs do
-  local id = ARGV[position]
-  if ARGV[position + 4] == '' or not keep(id, ARGV[position + 4]) then
+  local id, shared = ARGV[position], ARGV[position + 2]
+  if ARGV[position + 4] ~= '' and keep(id, ARGV[position + 4]) then
+    is_first = is_first or string.match(shared, '^0%d') ~= nil
+  else
+    if is_first and string.sub(shared, 1, 1) ~= '0' then shared = '0' .. shared end
+    is_first = false
     local more = ARGV[position + 3] ~= '' and {'bkv_needs', ARGV[position + 3]} or {}
     if ARGV[position + 5] ~= '' then
       more[#more + 1] = 'bkv_reuse'
@@ -72,7 +77,7 @@ for _ = 1, num_jobs do
     redis.call('HSET', 'rq:job:' .. id, 'data', ARGV[position + 1], 'created_at', now,
       'enqueued_at', now, 'origin', queue, 'status', 'queued', 'description', description,
       'timeout', timeout, 'result_ttl', result_ttl, 'failure_ttl', failure_ttl, 'retries_left', 3,
-      'bkv_shared', ARGV[position + 2], unpack(more))
+      'bkv_shared', shared, unpack(more))
     ids[#ids + 1] = id
   end
   position = position + 6

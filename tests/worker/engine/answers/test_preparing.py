@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import load
+from transformers import CodeLlamaTokenizer, PreTrainedTokenizerFast
 
 from batchkv_producer.wire.job import Request
 from batchkv_worker.demo import MODEL_PATH
-from batchkv_worker.engine.answers.preparing import Preparing
+from batchkv_worker.engine.answers.preparing import MANY, Preparing
 from batchkv_worker.events import Work
 from batchkv_worker.model.loader import LoadedModel
 from support import tiny_models, tiny_tokenizers
@@ -46,10 +47,32 @@ def test_the_settings_of_a_tokenizer_stay_once_rows_are_prepared() -> None:
     backend.enable_padding(length=8)
     assert backend.truncation is not None and backend.padding is not None
     preparing = Preparing(loaded)
-    assert preparing.is_free
+    assert preparing.num_threads == MANY
     assert backend.truncation is None and backend.padding is None
     row, _ = preparing.prepare(chat("Say a word. " * 20))
     assert len(row.prompt) > 60
+
+
+def test_a_tokenizer_that_changes_its_settings_is_used_by_one_thread() -> None:
+    """Code Llama's does for a text with a gap. One whose class only reads is used by many."""
+    tokenizer = tiny_tokenizers.tokenizer.__wrapped__("no_tools")
+    model = tiny_models.build("llama")
+
+    def num_threads() -> int:
+        loaded = tiny_models.loaded(model, tokenizer=tokenizer, vocabulary=len(tokenizer))
+        return Preparing(loaded).num_threads
+
+    assert num_threads() == MANY
+    plain = type(tokenizer._tokenizer)
+    for name in ("_encode_plus", "encode"):
+
+        def more(self: Any, *args: Any, name: str = name, **options: Any) -> Any:
+            return getattr(plain, name)(self, *args, **options)
+
+        tokenizer._tokenizer.__class__ = type("Gapped", (plain,), {name: more})
+        assert num_threads() == 1
+    assert issubclass(CodeLlamaTokenizer, PreTrainedTokenizerFast)
+    assert CodeLlamaTokenizer._encode_plus is not PreTrainedTokenizerFast._encode_plus
 
 
 @pytest.mark.parametrize("has_limits", [False, True])

@@ -48,7 +48,7 @@ def live(job_id: str) -> Work:
 class Gated(FakeEngine):
     """Prepares a row only after ``let`` has let it; notes how many rows it held at each step."""
 
-    prepares_ahead = True
+    prepares_ahead = 4
 
     def __init__(self, slots: int = 4, **plan: Any) -> None:
         super().__init__(slots, 16, FakePlan(**plan))
@@ -281,9 +281,57 @@ def test_the_end_of_one_of_several_threads_is_the_engines_death(
 
 def test_a_machine_with_few_processors_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each four processors, and four at most."""
-    for cpus, want in ((None, 1), (1, 1), (4, 1), (8, 2), (10, 2), (16, 4), (128, 4)):
-        monkeypatch.setattr(ahead.os, "cpu_count", lambda cpus=cpus: cpus)
+    for cpus, want in ((1, 1), (4, 1), (8, 2), (10, 2), (16, 4), (128, 4)):
+        allowed = set(range(cpus))
+        monkeypatch.setattr(
+            ahead.os, "sched_getaffinity", lambda _, found=allowed: found, raising=False
+        )
         assert ahead.num_threads() == want
+    monkeypatch.delattr(ahead.os, "sched_getaffinity")  # as on macOS
+    for count, want in ((None, 1), (12, 3)):
+        monkeypatch.setattr(ahead.os, "cpu_count", lambda count=count: count)
+        assert ahead.num_threads() == want
+
+
+def test_a_tokenizer_for_one_thread_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many the machine could have."""
+    use_threads(monkeypatch, 4)
+    built = Gated()
+    built.prepares_ahead = 1
+    with running(built) as engine:
+        engine.add(works("a", "b"))
+        until(lambda: built.begun)
+        time.sleep(0.05)
+        assert built.begun == ["a"]
+        built.let(2)
+        collect(engine, 2)
+
+
+def test_a_row_that_hangs_is_named_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the watchdog: steps are made, for live rows are computed."""
+    use_threads(monkeypatch, 2)
+    built = Gated()
+    stuck = threading.Event()
+    prepare = built.prepare
+
+    def hanging(work: Work) -> Callable[[], None]:
+        if work.job_id == "stuck":
+            assert stuck.wait(20)
+        return prepare(work)
+
+    monkeypatch.setattr(built, "prepare", hanging)
+    built.let(3)
+    with running(built) as engine:
+        engine.add(works("stuck"))
+        until(lambda: engine.held_up)
+        before = engine.held_up
+        engine.add([live("l")])
+        [event] = collect(engine, 1)
+        assert isinstance(event, Completed) and event.job_id == "l"
+        assert engine.held_up == before
+        stuck.set()
+        collect(engine, 1)
+        assert engine.held_up == ()
 
 
 def test_the_trace_of_several_threads_is_one_track(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,16 +164,20 @@ def test_rows_that_are_prepared_at_once_are_recalled_the_last_first() -> None:
     assert rows(inbox) == [] and inbox.num_rows == 0
 
 
-def test_a_row_comes_again_while_the_dropped_one_is_still_prepared() -> None:
-    """The engine gets the new one alone."""
+def test_a_dropped_row_holds_up_nobody() -> None:
+    """Its preparation may take for ever. It may come again meanwhile, and is then the new one."""
     inbox = ahead()
-    inbox.add(works("a"))
-    old = taken(inbox)
-    inbox.cancel("a")
+    inbox.add([*works("a", "b"), work("l1", is_live=True), work("l2", is_live=True)])
+    stuck, waiting, old, other = (taken(inbox) for _ in range(4))
+    put(inbox, waiting, other)
+    assert rows(inbox) == [] and inbox.held_up == (stuck, old)
+    inbox.cancel("l1")
+    assert rows(inbox) == ["l2"] and inbox.held_up == (old,)
+    assert inbox.recall(Recall(("a",), 1)) == (["a"], 0)
+    assert rows(inbox) == ["b"] and inbox.held_up == ()
     inbox.add(works("a"))
     new, done = taken(inbox), list[str]()
     inbox.put(new, lambda: done.append("new"))
-    assert inbox.next() is None  # the old one holds it up until it is prepared
     inbox.put(old, lambda: done.append("old"))
     order = inbox.next()
     assert isinstance(order, Row) and order.add is not None

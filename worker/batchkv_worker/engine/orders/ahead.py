@@ -21,8 +21,10 @@ CPUS_PER_THREAD = 4  # the engine, what launches its steps, and BLAS need proces
 
 
 def num_threads() -> int:
-    """How many threads prepare rows on this machine."""
-    return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // CPUS_PER_THREAD))
+    """How many threads prepare rows, by the processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    num_cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, num_cpus // CPUS_PER_THREAD))
 
 
 class Ahead:

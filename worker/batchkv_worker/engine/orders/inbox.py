@@ -71,7 +71,10 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """A row that a thread prepares, until all that were taken before it are prepared, too."""
+    """A row that a thread prepares, until all that were taken before it are prepared, too.
+
+    A dropped one is waited for by none, however long it is still prepared.
+    """
 
     row: Row
     add: Add | None = None  # None: it is still being prepared
@@ -183,8 +186,7 @@ class Inbox:
         with self._changed:
             self.num_prepared += 1
             taken.add = add
-            for row in self._taken.ended():
-                self._ready.put(row)
+            self._release()
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -201,8 +203,22 @@ class Inbox:
             self._is_stopped = True
             self._changed.notify_all()
 
+    @property
+    def held_up(self) -> tuple[Taken, ...]:
+        """The rows that are being prepared and that others wait for: one of each lane at most."""
+        with self._changed:
+            return self._taken.heads()
+
+    def _release(self) -> None:
+        """The rows that wait for none any more can be added."""
+        for row in self._taken.ended():
+            self._ready.put(row)
+
     def _drop(self, job_id: str) -> bool:
-        return any(rows.drop(job_id) for rows in (self._taken, self._raw, self._ready))
+        if self._taken.drop(job_id):
+            self._release()
+            return True
+        return self._raw.drop(job_id) or self._ready.drop(job_id)
 
 
 class _Rows:
@@ -249,10 +265,14 @@ class _TakenRows:
     def ended(self) -> Iterator[Row]:
         """Take out the rows that can be added now: they and all before them are prepared."""
         for rows in (self._live, self._others):
-            while rows and rows[0].add is not None:
+            while rows and (rows[0].add is not None or rows[0].is_dropped):
                 taken = rows.popleft()
                 if not taken.is_dropped:
                     yield Row(taken.work, taken.add)
+
+    def heads(self) -> tuple[Taken, ...]:
+        """The first row of each lane."""
+        return tuple(rows[0] for rows in (self._live, self._others) if rows)
 
     def drop(self, job_id: str) -> bool:
         for taken in (*self._live, *self._others):
