@@ -219,8 +219,8 @@ def test_who_has_died_here_is_looked_at_before_the_first_pull(redis_connection: 
         set_state=lambda state: None,
         look_around=lambda: lengths.append(len(waiting_lines(redis_connection))),
     )
-    side.pull(1, 1, 1, may_be_apart=True)
-    side.pull(1, 1, 1, may_be_apart=True)
+    side.pull(1, 1, fewest=1, num_begin=1, may_be_apart=True)
+    side.pull(1, 1, fewest=1, num_begin=1, may_be_apart=True)
     assert lengths == [2]
 
 
