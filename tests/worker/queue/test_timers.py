@@ -143,7 +143,9 @@ def test_the_watchdog_counts_from_the_last_step(clock: Clock) -> None:
     assert watch(clock, watchdog, 3, steps=2)
 
 
-def test_a_row_that_is_prepared_for_ever_is_a_hang(clock: Clock) -> None:
+def test_a_row_that_is_prepared_for_ever_is_a_hang(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     """Though others are computed meanwhile. Each row has the whole limit, and a closed lid does
     not count."""
     watchdog = Watchdog(WorkerSettings("m", engine_timeout_seconds=10))
@@ -153,6 +155,9 @@ def test_a_row_that_is_prepared_for_ever_is_a_hang(clock: Clock) -> None:
     for steps in range(30, 40):
         assert not watch(clock, watchdog, 1, steps, ("batch", "live"))
     assert watch(clock, watchdog, 3, 40, ("batch", "live"))
+    with caplog.at_level("CRITICAL"):
+        watchdog.dump("report", ["a"])
+    assert "a row has been in preparation for" in caplog.text
 
 
 def test_loading_has_its_own_limit(clock: Clock) -> None:

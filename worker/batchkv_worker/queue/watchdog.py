@@ -28,6 +28,7 @@ class Watchdog:
         self._last_look = time.monotonic()
         self._num_steps = 0
         self._stalled = 0.0
+        self._is_row = False  # what hangs is a row's preparation
         self._held_up: dict[object, float] = {}  # seconds for which each has been seen
         self._arm_at = 0.0
 
@@ -40,7 +41,8 @@ class Watchdog:
         look, self._last_look = min(now - self._last_look, self.LONGEST_LOOK_SECONDS), now
         self._held_up = {row: self._held_up.get(row, -look) + look for row in held_up}
         longest = max(self._held_up.values(), default=0.0)
-        if longest > self._step_limit:
+        self._is_row = longest > self._step_limit
+        if self._is_row:
             self._stalled = longest
             return True
         if not has_work or num_steps != self._num_steps:
@@ -71,7 +73,8 @@ class Watchdog:
         Only ids of jobs are written, never their content.
         """
         log.critical(
-            "the engine made no step, or one row was prepared, for %.0f s; see standard error",
+            "%s for %.0f s; its stacks are on standard error",
+            "a row has been in preparation" if self._is_row else "the engine has made no step",
             self._stalled,
         )
         log.critical("the engine: %s", report)
