@@ -128,6 +128,7 @@ def test_rows_that_are_prepared_at_once_come_in_their_order() -> None:
     assert (inbox.num_raw, inbox.num_rows, inbox.num_prepared) == (4, 4, 2)
     assert rows(inbox) == []
     inbox.cancel("c")
+    assert (inbox.num_raw, inbox.num_rows) == (3, 3)
     put(inbox, a)
     assert (inbox.num_raw, inbox.num_rows) == (1, 3)
     assert rows(inbox) == ["a", "b"]
@@ -183,6 +184,19 @@ def test_a_dropped_row_holds_up_nobody() -> None:
     assert isinstance(order, Row) and order.add is not None
     order.add()
     assert done == ["new"] and inbox.next() is None
+
+
+def test_a_row_may_be_cancelled_twice_while_it_is_prepared() -> None:
+    """It came again in between, and waits behind a row that is still prepared."""
+    inbox = ahead()
+    inbox.add(works("a", "b"))
+    first, old = taken(inbox), taken(inbox)
+    inbox.cancel("b")
+    inbox.add(works("b"))
+    new = taken(inbox)
+    inbox.cancel("b")
+    put(inbox, first, old, new)
+    assert rows(inbox) == ["a"]
 
 
 def test_a_row_may_come_again_after_it_was_cancelled() -> None:

@@ -190,7 +190,7 @@ class Inbox:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """No other row will be prepared, for this reason."""
+        """A thread that prepares rows has ended, for this reason: the engine ends, too."""
         with self._changed:
             self._orders.append(Failed(error))
             self._changed.notify_all()
