@@ -69,6 +69,19 @@ class Gated(FakeEngine):
         return super().step()
 
 
+class Broken(Gated):
+    """Cannot prepare the row "bad"."""
+
+    def __init__(self, fault: BaseException) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def prepare(self, work: Work) -> Callable[[], None]:
+        if work.job_id == "bad":
+            raise self.fault
+        return super().prepare(work)
+
+
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepares rows, however many processors there are. Tests of several ask for them."""
@@ -264,13 +277,7 @@ def test_the_end_of_one_of_several_threads_is_the_engines_death(
     """While the others prepare; they end with the engine."""
     use_threads(monkeypatch, 3)
 
-    class Broken(Gated):
-        def prepare(self, work: Work) -> Callable[[], None]:
-            if work.job_id == "bad":
-                raise fault
-            return super().prepare(work)
-
-    built = Broken()
+    built = Broken(fault)
     with running(built) as engine:
         engine.add(works("held", "bad", "late"))
         [death] = collect(engine, 1)
@@ -406,13 +413,7 @@ def test_rows_that_are_not_prepared_are_recalled_first() -> None:
 def test_the_end_of_the_preparing_thread_is_the_engines_death(fault: BaseException) -> None:
     """Whatever ended it: its rows go back to the queue, and none waits for ever."""
 
-    class Broken(Gated):
-        def prepare(self, work: Work) -> Callable[[], None]:
-            if work.job_id == "bad":
-                raise fault
-            return super().prepare(work)
-
-    built = Broken()
+    built = Broken(fault)
     with running(built) as engine:
         built.let(1)
         engine.add([work("good", "slow:100000"), work("bad"), work("late")])
