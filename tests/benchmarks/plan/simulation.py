@@ -39,7 +39,7 @@ from batchkv_worker.queue.runs.dispatch import (
     jobs_to_take,
     rows_to_hand_over,
 )
-from batchkv_worker.queue.runs.pace import Meter, Pace, crowd_of
+from batchkv_worker.queue.runs.pace import Beats, Crowd, Meter, Pace, crowd_of
 from batchkv_worker.queue.runs.returns import COOL_SECONDS, SETTLE_SECONDS
 from batchkv_worker.queue.runs.sizes import prompt_work
 from batchkv_worker.queue.session import POLL_SECONDS
@@ -160,7 +160,10 @@ class Worker:
     last_end: float = 0.0
     queued: int = 0
     meter: Meter = field(default_factory=Meter)
-    told: dict[str, str] = field(default_factory=dict)
+    others: Crowd = field(default_factory=Crowd)  # as they were at its last look
+    looked_at: float = 0.0
+    beats: Beats = field(default_factory=Beats)
+    num_looks: int = 0
     computed_until: float = 0.0  # how far the meter has counted
     left: tuple[int, float] = (0, 0.0)  # jobs that it leaves to others, and since when
     is_patient: bool = True
@@ -240,7 +243,12 @@ class Worker:
         prompts = (self.in_prefill is not None) * (self.meter.job_work + answer) / 2
         num_free = max(0, slots - self.num_begun - len(self.engine))
         held += prompts + self.num_decoding * answer / 2
-        return Pace(self.meter.speed, held, free_slots=num_free, answer=self.meter.answer)
+        return Pace(
+            *(self.meter.speed, held),
+            free_slots=num_free,
+            beat=self.num_looks,
+            answer=self.meter.answer,
+        )
 
 
 def work_of(job: Job) -> float:
@@ -336,12 +344,12 @@ class Simulation:
         return number
 
     def _view(self, worker: Worker) -> View:
-        names = (each.name for each in self._workers)
+        others = worker.others.later(worker.computed_until - worker.looked_at)
         return View(
             *(self._slots, self._prefetch, worker.num_begun + len(worker.engine)),
             *(len(worker.backlog), worker.queued, len(self._workers)),
             num_waiting=len(worker.engine),
-            told=crowd_of(worker.name, worker.pace(self._slots), worker.told, names),
+            told=replace(others, own=worker.pace(self._slots)),
             job_work=worker.meter.job_work,
             row_seconds=worker.meter.row_seconds,
             is_patient=worker.is_patient,
@@ -349,12 +357,15 @@ class Simulation:
 
     def _poll(self, worker: Worker, now: float) -> None:
         worker.queued = len(self._queue)
+        worker.num_looks += 1
         self._told[worker.name] = worker.pace(self._slots).encode()
-        worker.told = dict(self._told)
+        names = (each.name for each in self._workers)
+        worker.beats.note(self._told, now)
+        worker.others = crowd_of(worker.name, Pace(), self._told, names, worker.beats, now)
+        worker.looked_at = now
         if self._take is not jobs_to_take:
             return
-        names = (each.name for each in self._workers)
-        worker.meter.told_answer = crowd_of(worker.name, Pace(), worker.told, names).answer
+        worker.meter.told_answer = worker.others.answer
         self._return(worker, now)
         if self._hand_over(worker, rows_to_hand_over(self._view(worker))):
             worker.handed_until = now + PATIENCE_SECONDS

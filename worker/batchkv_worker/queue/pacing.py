@@ -28,7 +28,7 @@ class Pacing:
         self._in_flight = in_flight
         self.meter = Meter()
         self.is_patient = True
-        self._others = Crowd()  # as they told last
+        self._others, self._noted_at = Crowd(), 0.0  # as they were at that time
         self._beats = Beats()
         self._num_told = 0
         self._looked_at = time.monotonic()
@@ -76,14 +76,16 @@ class Pacing:
 
     def crowd(self) -> Crowd:
         """All workers of the queue. What nobody has taken for a while is left to nobody."""
-        crowd = replace(self._others, own=self.pace(is_away=False))
+        others = self._others.later(time.monotonic() - self._noted_at)
+        crowd = replace(others, own=self.pace(is_away=False))
         return crowd if self.is_patient else crowd.without_idlers()
 
     def note_told(self, told: Mapping[str, str], workers: Iterable[str]) -> None:
         """What the workers of the queue have told, and the names of all of them."""
         now = time.monotonic()
         self._beats.note(told, now)
-        self._others = crowd_of(self._name, Pace(), told, workers, self._beats.mute(now))
+        self._others = crowd_of(self._name, Pace(), told, workers, self._beats, now)
+        self._noted_at = now
         self.meter.told_answer = self._others.answer
         self._num_told += 1
         self._in_flight.note_crowd(self.crowd(), self._others.num_workers)

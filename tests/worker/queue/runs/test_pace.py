@@ -81,8 +81,31 @@ def test_who_tells_nothing_new_is_mute() -> None:
     assert beats.mute(MUTE_SECONDS) == {"dead"}
     beats.note({"dead": "1 2 0 3 9"}, MUTE_SECONDS)
     assert beats.mute(MUTE_SECONDS) == set()
-    crowd = crowd_of("me", Pace(), {"dead": "8 6 0 3 0 0"}, ["dead"], ["dead"])
+    dead = {"dead": "8 6 0 3 0 0"}
+    beats.note(dead, MUTE_SECONDS)
+    crowd = crowd_of("me", Pace(), dead, ["dead"], beats, 2 * MUTE_SECONDS)
     assert crowd.others == (Pace(8.0, 6.0, is_away=True, free_slots=3),)
+
+
+def test_what_others_have_computed_since_they_told_counts() -> None:
+    """What is new was told between two looks: in the middle, on average."""
+    beats, told = Beats(), {"full": "10 90 0 0 1 0", "free": "10 90 0 2 1 0"}
+    beats.note(told, 100.0)
+    assert beats.ages(100.5) == {"full": 0.5, "free": 0.5}
+    told["full"] = "10 90 0 0 2 0"
+    beats.note(told, 100.5)
+    assert beats.ages(101.0) == {"full": 0.75, "free": 1.0}
+    told["full"] = "10 90 0 0 3 0"
+    beats.note(told, 200.0)  # after an outage: each tells its pace once a second
+    assert beats.ages(201.0) == {"full": 1.5, "free": 101.0}
+    crowd = crowd_of("me", Pace(1.0, 9.0), told, ["me", *told], beats, 201.0)
+    free, full = crowd.others
+    assert (free.held, full.held) == (90.0, 75.0)  # with free slots it is slower than its speed
+    crowd = crowd.later(3.0)
+    assert [pace.held for pace in crowd.others] == [90.0, 45.0]
+    assert crowd.own.held == 9.0  # that one is known
+    assert crowd.later(60.0).others[1].held == 0.0
+    assert replace(full, is_away=True).later(9.0).held == 75.0
 
 
 def test_a_meter_measures_speed_and_rows() -> None:

@@ -19,7 +19,8 @@ from batchkv_producer.order.prefix_order import TOKENS_PER_GENERATED
 MOST_ROWS = 256  # of those seen last, from which means are made
 MIN_BUSY_SECONDS = 1.0  # of work before a speed is known
 HALF_LIFE_SECONDS = 120.0  # of what was measured, in seconds of work
-MUTE_SECONDS = 5.0  # without a new pace, after which a worker is away; it tells one each second
+TELL_SECONDS = 1.0  # how often a worker tells its pace, at least
+MUTE_SECONDS = 5.0  # without a new pace, after which a worker is away
 FIRST_ANSWER_TOKENS = 128  # of a row, before any has ended
 FEW_JOBS = 20  # for each worker, up to which whole jobs are counted
 _MAX = 1e15  # a larger number in Redis is a fault
@@ -42,6 +43,15 @@ class Pace:
     free_slots: int = 0
     beat: int = 0
     answer: float = 0.0
+
+    def later(self, seconds: float) -> Pace:
+        """As it is so many seconds after it was told, if it has taken no jobs since.
+
+        A worker with free slots computes less than its speed, so nothing is assumed of it.
+        """
+        if self.free_slots or self.is_away:
+            return self
+        return replace(self, held=max(0.0, self.held - self.speed * seconds))
 
     def encode(self) -> str:
         """As it is stored: the fields in their order, between blanks."""
@@ -103,6 +113,10 @@ class Crowd:
     def has_free_slots(self) -> bool:
         """Whether another worker says that it could begin rows at once."""
         return any(pace.free_slots > 0 and not pace.is_away for pace in self.others)
+
+    def later(self, seconds: float) -> Crowd:
+        """The crowd if the others told their pace so many seconds earlier."""
+        return replace(self, others=tuple(pace.later(seconds) for pace in self.others))
 
     def without_idlers(self) -> Crowd:
         """The crowd if nothing is left to those who could begin rows at once and take none."""
@@ -193,37 +207,58 @@ def crowd_of(
     pace: Pace,
     told: Mapping[str, str],
     workers: Iterable[str],
-    mute: Iterable[str] = (),
+    beats: Beats | None = None,
+    now: float = 0.0,
 ) -> Crowd:
     """The crowd of a worker called ``own``. ``told``: texts by name, ``workers``: all names.
 
-    Those that are ``mute`` tell nothing new: they are away, whatever they told last.
+    ``beats`` knows since when each has told that. Those that are mute are away, whatever they told
+    last. The others have computed since.
     """
     names = {*workers} - {own}
     found = {name: decode_pace(told[name]) for name in names & told.keys()}
-    gone = {*mute}
+    gone, ages = (beats.mute(now), beats.ages(now)) if beats else (set(), {})
     others = tuple(
-        replace(each, is_away=True) if name in gone else each
+        replace(each, is_away=True) if name in gone else each.later(ages.get(name, 0.0))
         for name, each in sorted(found.items())
         if each is not None
     )
     return Crowd(pace, others, len(names) - len(others))
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A text, when it was seen first, and when the worker had told it, as far as is known."""
+
+    text: str
+    seen_at: float
+    told_at: float
+
+
 class Beats:
     """When each of the other workers told something new. Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[str, float]] = {}
+        self._last: dict[str, _Told] = {}
+        self._looked_at = math.inf
 
     def note(self, told: Mapping[str, str], now: float) -> None:
-        """What all have told by now."""
-        old = {name: found for name, found in self._last.items() if told.get(name) == found[0]}
-        self._last = {name: old.get(name, (text, now)) for name, text in told.items()}
+        """What all have told by now.
+
+        What is new was told since the last look, and in the last second: in the middle, on average.
+        """
+        told_at = now - min(TELL_SECONDS, max(0.0, now - self._looked_at)) / 2
+        old = {name: last for name, last in self._last.items() if told.get(name) == last.text}
+        self._last = {name: old.get(name, _Told(text, now, told_at)) for name, text in told.items()}
+        self._looked_at = now
 
     def mute(self, now: float) -> set[str]:
         """Those that have told nothing new for ``MUTE_SECONDS``."""
-        return {name for name, (_, at) in self._last.items() if now - at >= MUTE_SECONDS}
+        return {name for name, last in self._last.items() if now - last.seen_at >= MUTE_SECONDS}
+
+    def ages(self, now: float) -> dict[str, float]:
+        """For how many seconds each has told the same."""
+        return {name: now - last.told_at for name, last in self._last.items()}
 
 
 class _Recent:
