@@ -1,18 +1,20 @@
 """Two workers on two GPUs against one, and with a shared Redis tier against without.
 
     python tests/benchmarks/bench_pair.py --shape 4b --devices 0,1 [--out FILE]
+    python tests/benchmarks/bench_pair.py --shape 4b --devices 0,1 --groups 81 --each 3
     python tests/benchmarks/bench_pair.py --shape 4b --devices 0,0 --pool two --pool tier
     python tests/benchmarks/bench_pair.py --quick
 
 Three pools, each with a server of its own, compute the rows of a workload in turns: ``one`` worker,
-``two`` workers, and ``tier``, two workers that share blocks in one more server. A pool is started
-for each measurement, computes other rows of the same kind untimed, and ends: a GPU has one worker
-at a time, for MLX takes most of its memory. All settings are the defaults but for those of
-``--set``. Each turn has other rows, the same for all pools: ``shared`` are 27 groups of 40 rows
-behind examples of their own, ``gsm8k`` the file's rows behind its eight examples and a word that
-only this turn has. Timed is from the moment at which the first row is running to the one at which
-the last has ended. With --trace each line has the shares of that time which the workers spent on
-each phase; tracing takes time itself. Exit code 1 when rows are missing, failed or too short.
+``two`` workers, and ``tier``, two workers that share blocks in one more server. A pool is started,
+computes rows of the same kind untimed, then the batches of --each turns, and ends: a GPU has one
+worker at a time, for MLX takes most of its memory. --repeats starts each pool again. All settings
+are the defaults but for those of ``--set``. Each turn has other rows, the same for all pools:
+``shared`` are 27 groups of 40 rows behind examples of their own, ``gsm8k`` the file's rows behind
+its eight examples and a word that only this turn has. Timed is from the moment at which the first
+row is running to the one at which the last has ended. With --trace each line has the shares of that
+time which the workers spent on each phase; tracing takes time itself. Exit code 1 when rows are
+missing, failed or too short.
 
 --pool leaves the other pools out. Two workers on one GPU (``--devices 0,0``) share its memory and
 its time. They show what the tier costs, and not what a second GPU brings.
@@ -65,22 +67,28 @@ def measure(args: argparse.Namespace, folder: Path, found: dict[str, Any]) -> bo
     for workload in args.workload:
         pools = found["workloads"].setdefault(workload, {name: [] for name in args.pool})
         before = written(folder, workload, BEFORE, args)[0]
-        for turn in range(args.repeats):
-            file, rows, generated = written(folder, workload, turn, args)
-            for name in args.pool[:: -1 if turn % 2 else 1]:
-                has_tier = name == "tier"
-                options = {"is_observed": args.trace, "has_tier": has_tier}
+        for repeat in range(args.repeats):
+            turns = range(repeat * args.each, (repeat + 1) * args.each)
+            files, rows, generated = zip(
+                *(written(folder, workload, turn, args) for turn in turns), strict=True
+            )
+            for name in args.pool[:: -1 if repeat % 2 else 1]:
+                options = {"is_observed": args.trace, "has_tier": name == "tier"}
                 with Product(lines, model, devices, kept, **options) as pool:
-                    once = pool.serve(file, before, POOLS[name])
-                is_good &= once["generated"] == generated
-                shares = "".join(
-                    f"  {phase} {share:.0%}" for phase, share in once.get("shares", {}).items()
-                )
-                print(f"  {workload} {name:<5}{once['seconds']:>8.2f} s{shares}", flush=True)
-                pools[name].append({**once, "rows": rows})
-                if args.out:
-                    args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+                    batches = pool.serve(files, before, POOLS[name])
+                    for once, num_rows, num_tokens in zip(batches, rows, generated, strict=True):
+                        is_good &= once["generated"] == num_tokens
+                        pools[name].append({**once, "rows": num_rows})
+                        print(f"  {workload} {told(name, once)}", flush=True)
+                        if args.out:
+                            args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return is_good
+
+
+def told(name: str, once: dict[str, Any]) -> str:
+    """What one batch took, and the workers' phases if they were traced."""
+    phases = once.get("shares", {}).items()
+    return f"{name:<5}{once['seconds']:>8.2f} s" + "".join(f"  {at} {of:.0%}" for at, of in phases)
 
 
 def written(
@@ -118,8 +126,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="[shared]")
     parser.add_argument("--pool", action="append", choices=POOLS, help="[all three]")
     parser.add_argument("--rows", type=int, help="of gsm8k [320]")
+    parser.add_argument("--each", type=int, default=1, help="batches after each start [1]")
     parser.add_argument("--trace", action="store_true", help="say what the workers did; it costs")
     args = parsed(parser, rows=320, quick_rows=20)
+    if args.each < 1:
+        parser.error("--each is 1 or more")
+    if args.trace and args.each > 1:
+        parser.error("--trace is written when a worker ends: leave out --each")
     args.workload = args.workload or ["shared"]
     args.pool = [name for name in POOLS if name in (args.pool or POOLS)]
     return args

@@ -169,7 +169,8 @@ class Bench:
         with product:
             if side == "run":
                 return product.run(file)
-            return product.serve(file, before, int(side[-1]))
+            [once] = product.serve([file], before, int(side[-1]))
+            return once
 
     def save(self) -> None:
         """What is known so far, whatever happens next."""

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,12 @@ class _Row:
     work: Work
     steps_left: int
     num_steps: int
+    num_prompt: int  # tokens to compute
     num_said: int = 0
-    prompt_left: int = 0  # tokens that are not computed
+    prompt_left: int = field(init=False)  # tokens that are not computed
+
+    def __post_init__(self) -> None:
+        self.prompt_left = self.num_prompt
 
 
 class FakeEngine:
@@ -111,7 +115,11 @@ class FakeEngine:
         self.seen.append(work.job_id)
         text = prompt_of(work)
         steps = int(text.partition("slow:")[2].split()[0]) if "slow:" in text else self._plan.steps
-        self._waiting.append(_Row(work, steps, steps, prompt_left=len(text) // 4))
+        self._waiting.append(_Row(work, steps, steps, self.prompt_tokens(work)))
+
+    def prompt_tokens(self, work: Work) -> int:
+        """How many of a row's prompt it computes."""
+        return len(prompt_of(work)) // 4
 
     def cancel(self, job_id: str) -> None:
         self._waiting = deque(row for row in self._waiting if row.work.job_id != job_id)
@@ -167,7 +175,7 @@ class FakeEngine:
                 self._decoding.append(self._waiting.popleft())
 
     def _is_begun(self, row: _Row) -> bool:
-        return row.prompt_left < len(prompt_of(row.work)) // 4
+        return row.prompt_left < row.num_prompt
 
     def figures(self) -> EngineFigures:
         now = self.progress()

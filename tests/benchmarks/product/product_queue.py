@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,19 +196,25 @@ class Product:
         found["command_seconds"] = found.pop("end") - begun
         return self._with_shares(found, [trace])
 
-    def serve(self, file: Path, before: Path | None, num_workers: int) -> Figures:
-        """So many workers, all ready; then ``submit`` and ``wait``, timed in the same way."""
+    def serve(
+        self, files: Sequence[Path], before: Path | None, num_workers: int
+    ) -> Iterator[Figures]:
+        """So many workers, all ready; then ``submit`` and ``wait`` for each file, timed in the
+        same way.
+        """
         begun = time.monotonic()
         logs = self.start(num_workers)
         ready = time.monotonic()
         if before is not None:
             self._submit_and_wait(before)
-        found = self.compute(file)
-        self._check_workers(logs)  # the others would have done the work of one that ended
-        found["start_seconds"] = ready - begun
-        self.end()
-        traces = [self._home / f"trace-{number}.json" for number in range(num_workers)]
-        return self._with_shares(found, traces)
+        for count, file in enumerate(files, 1):
+            found = self.compute(file)
+            self._check_workers(logs)  # the others would have done the work of one that ended
+            found["start_seconds"] = ready - begun
+            if count == len(files):
+                self.end()
+            traces = [self._home / f"trace-{number}.json" for number in range(num_workers)]
+            yield self._with_shares(found, traces)
 
     def start(self, num_workers: int) -> list[Path]:
         """Start so many workers, and wait until all are ready. Returns their logs."""
