@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from redis import Redis
@@ -213,3 +214,25 @@ def test_full_workers_are_waited_for(redis_connection: Redis) -> None:
         tell(redis_connection, "fast", f"90000.0 0 0 {free} {free} 0")
         desk.look()
         assert (desk.puller.pacing.num_left > 0) == is_left
+
+
+def test_what_a_full_worker_has_computed_since_counts(
+    redis_connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known when a worker told its pace, and at which speed it goes on."""
+    now = [1000.0]
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    desk = slow_desk(redis_connection)
+    tell(redis_connection, "fast", "1000.0 9000 0 0 1 0")
+    desk.look()
+    (fast,) = desk.puller.pacing.crowd().others
+    assert fast.held == 9000
+    now[0] += 2.0
+    (fast,) = desk.puller.pacing.crowd().others
+    assert fast.held == 7000
+    desk.look()  # it has told nothing new
+    (fast,) = desk.puller.pacing.crowd().others
+    assert fast.held == 7000
+    now[0] += 1.0
+    (fast,) = desk.puller.pacing.crowd().others
+    assert fast.held == 6000
