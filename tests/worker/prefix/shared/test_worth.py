@@ -196,6 +196,9 @@ def test_what_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch
             assert tries(of) == [worth.TRY_EVERY - 1]
             now[0] += worth.TRY_SECONDS  # it has paid meanwhile
             assert tries(of) == [worth.TRY_EVERY - 1]
+        now[0] += 60
+        later = [policy.is_for_far(one, 1) for _ in range(worth.TRY_EVERY)]
+        assert not any(later), "a chain's tail is of no use without its head"
 
 
 def test_a_prefix_of_an_earlier_batch_is_found() -> None:

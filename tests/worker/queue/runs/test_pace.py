@@ -95,9 +95,9 @@ def test_what_others_have_computed_since_they_told_counts() -> None:
     told["full"] = "10 90 0 0 2 0"
     beats.note(told, 100.5)
     assert beats.ages(101.0) == {"full": 0.75, "free": 1.0}
-    told["full"] = "10 90 0 0 3 0"
+    told = {"full": "10 90 0 0 3 0", "free": "10 90 0 2 3 0"}
     beats.note(told, 200.0)  # after an outage: each tells its pace once a second
-    assert beats.ages(201.0) == {"full": 1.5, "free": 101.0}
+    assert beats.ages(201.0) == {"full": 1.5, "free": 1.5}
     crowd = crowd_of("me", Pace(1.0, 9.0), told, ["me", *told], beats, 201.0)
     free, full = crowd.others
     assert (free.held, full.held) == (90.0, 75.0)  # with free slots it is slower than its speed
