@@ -7,14 +7,15 @@
 
 Three pools, each with a server of its own, compute the rows of a workload in turns: ``one`` worker,
 ``two`` workers, and ``tier``, two workers that share blocks in one more server. A pool is started,
-computes rows of the same kind untimed, then the batches of --each turns, and ends: a GPU has one
-worker at a time, for MLX takes most of its memory. --repeats starts each pool again. All settings
-are the defaults but for those of ``--set``. Each turn has other rows, the same for all pools:
-``shared`` are 27 groups of 40 rows behind examples of their own, ``gsm8k`` the file's rows behind
-its eight examples and a word that only this turn has. Timed is from the moment at which the first
-row is running to the one at which the last has ended. With --trace each line has the shares of that
-time which the workers spent on each phase; tracing takes time itself. Exit code 1 when rows are
-missing, failed or too short.
+computes rows of the same kind untimed, then the batches of --each turns one after the other, and
+ends: a GPU has one worker at a time, for MLX takes most of its memory. --repeats starts each pool
+again, in the other order. So a machine that slows down is in the ratios of a single start. All
+settings are the defaults but for those of ``--set``. Each turn has other rows, the same for all
+pools: ``shared`` are 27 groups of 40 rows behind examples of their own, ``gsm8k`` the file's rows
+behind its eight examples and a word that only this turn has. Timed is from the moment at which the
+first row is running to the one at which the last has ended. With --trace each line has the shares
+of that time which the workers spent on each phase; tracing takes time itself. Exit code 1 when rows
+are missing, failed or too short.
 
 --pool leaves the other pools out. Two workers on one GPU (``--devices 0,0``) share its memory and
 its time. They show what the tier costs, and not what a second GPU brings.

@@ -21,32 +21,24 @@ from batchkv_worker.sequence import Sequence
 NEEDED, SHARED, ALL = "needed", "shared", "all"  # as the setting ``cache_write`` has it
 MOST_EMPTY = 4  # lookups in a row that found nothing, for what only earlier batches may have left
 TRY_EVERY = 16  # of what is not expected to pay or to be there, so many are one try
-# At least between two tries of what does not pay: rows wait for a look. Each pause is twice as long
-# as the one before, up to the longest. By then a slow network may be fast again.
-TRY_SECONDS, LONGEST_SECONDS = 2.0, 60.0
+TRY_SECONDS = 2.0  # at least between two tries of what does not pay: a fast engine has many rows
 
 
 class _Tries:
-    """One of ``TRY_EVERY`` chances is a try, if the pause after the last try is over."""
+    """One of ``TRY_EVERY`` chances is a try, but not sooner than ``TRY_SECONDS`` after the last."""
 
     def __init__(self) -> None:
         self._num_chances = 0
-        self._not_before = 0.0  # monotonic seconds
-        self._pause = TRY_SECONDS  # after the next try
+        self._last = -TRY_SECONDS
 
     def is_next(self) -> bool:
         """Count a chance, and say whether it is a try."""
         self._num_chances += 1
         now = time.monotonic()
-        if self._num_chances % TRY_EVERY or now < self._not_before:
+        if self._num_chances % TRY_EVERY or now < self._last + TRY_SECONDS:
             return False
-        self._not_before = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_SECONDS)
+        self._last = now
         return True
-
-    def begin_anew(self) -> None:
-        """No try was needed: the next pause is the shortest."""
-        self._pause = TRY_SECONDS
 
 
 class Worth:
@@ -98,10 +90,9 @@ class Worth:
         """
         if not self._store.has_far or number >= self.num_elsewhere(row):
             return False
-        if self.pays(row) is False:
-            return number == 0 and self._writes_far.is_next()
-        self._writes_far.begin_anew()
-        return True
+        if self.pays(row) is not False:
+            return True
+        return number == 0 and self._writes_far.is_next()
 
     def may_be_far(self, row: Sequence, depth: int) -> bool:
         """Whether to look into far tiers for what follows a row's first ``depth`` blocks."""
@@ -109,11 +100,11 @@ class Worth:
             return False
         if self._writes == ALL:
             return True
-        if self.pays(row) is False:
-            return self._reads.is_next()
-        self._reads.begin_anew()
-        if depth < self.num_elsewhere(row, num_own=1):
+        pays = self.pays(row)
+        if depth < self.num_elsewhere(row, num_own=1) and pays is not False:
             return True
+        if pays is False:
+            return self._reads.is_next()
         self._num_unlikely += 1
         return self._num_empty < MOST_EMPTY or self._num_unlikely % TRY_EVERY == 0
 
